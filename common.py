@@ -1,0 +1,422 @@
+"""What every script needs and no lesson teaches: corpus, batches, GPT, device, clock, saving, processes.
+
+Importing it trains, reads and prints nothing. Notation: `B` sequences in a batch, `T` tokens in a sequence,
+`V` vocabulary, `d` width, `L` layers, `h` heads, `N` non-embedding parameters.
+"""
+
+import argparse
+import functools
+import hashlib
+import io
+import json
+import math
+import multiprocessing
+import os
+import platform
+import signal
+import statistics
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+V = 256  # vocabulary: one token a byte, so that no tokenizer is needed
+
+
+# %% Command line
+class BadInput(Exception):
+    """What the user gave cannot be used."""
+
+    code = 2
+
+
+class CheckFailed(Exception):
+    """A check of the script failed, or one of its processes did."""
+
+    code = 1
+
+
+def run(main) -> None:
+    """Call `main()` and exit: 0 done, 1 check failed, 2 bad input, 130 Ctrl-C; bad news takes one line."""
+    code = 0
+    try:
+        main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:  # `| head` has seen enough; what had to be saved was saved before it was printed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (BadInput, CheckFailed, OSError) as error:  # OSError: a full disk, say
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        code = getattr(error, "code", 1)
+    sys.exit(code)
+
+
+class Parser(argparse.ArgumentParser):
+    """The flags that every script has; a bad one is told in one line."""
+
+    def __init__(self, doc: str):
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.add_argument("--quick", action="store_true", help="every section in about ten seconds")
+        self.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+        self.add_argument(
+            "--out", default=Path("out"), type=Path, metavar="DIR", help="results (default: out)"
+        )
+        self.add_argument("--seed", default=0, type=int)
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message} (see --help)\n")
+
+
+def positive(text: str) -> int:
+    """argparse type: a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+# %% Corpus and batches
+def read_corpus(path: Path | None = None) -> tuple[bytes, str]:
+    """(bytes, what they are): the standard library's sorted top-level `*.py`, or a file, or a folder's files.
+
+    A byte is a token, so any text in any language will do. Raises BadInput when there is nothing to read.
+    """
+    root = path or Path(sysconfig.get_paths()["stdlib"])
+    try:
+        files = (
+            [root] if root.is_file() else sorted(root.glob("*.py") if path is None else root.rglob("[!.]*"))
+        )
+        files = [file for file in files if not file.is_dir()]
+        text = b"".join(file.read_bytes() for file in files)
+        if not root.exists():
+            raise BadInput(f"corpus {root} does not exist; --corpus takes a file or a folder of text")
+    except OSError as error:
+        raise BadInput(f"corpus: cannot read {error.filename}: {error.strerror}") from None
+    if not text and path is None:
+        raise BadInput(
+            f"found {len(files)} *.py files in {root}: no library sources here; give --corpus PATH"
+        )
+    if not text:
+        raise BadInput(
+            f"corpus {root} is empty: 0 bytes in {len(files)} files; a file or folder of text is needed"
+        )
+    name = "Python standard-library source" if path is None else f"{root.resolve().name}"
+    return text, f"{name} ({len(files)} files, sha256 {hashlib.sha256(text).hexdigest()[:8]})"
+
+
+def split_corpus(text: bytes, T: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(train, val), uint8: the first 95 % of the bytes and the rest. Raises BadInput if val is too short."""
+    if len(text) < 20 * (T + 2):
+        raise BadInput(f"the corpus has {len(text):,} bytes; windows of {T} tokens need {20 * (T + 2):,}")
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    split = int(0.95 * len(data))
+    return data[:split], data[split:]
+
+
+def batch(
+    data: torch.Tensor, B: int, T: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x, y), each (B, T) int64 where `data` is: B random windows, and the same moved on by one token."""
+    starts = torch.randint(0, len(data) - T - 1, (B, 1), generator=generator)
+    windows = data[(starts + torch.arange(T + 1)).to(data.device)].long()  # (B, T+1)
+    return windows[:, :-1], windows[:, 1:]
+
+
+# %% The model
+class Block(nn.Module):
+    """Pre-norm transformer block; its matrices hold 12 d^2 weights."""
+
+    def __init__(self, d: int, h: int, T: int):
+        super().__init__()
+        self.h = h
+        self.ln1, self.ln2 = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.qkv, self.proj = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
+        self.register_buffer("mask", torch.full((T, T), -math.inf).triu(1), persistent=False)
+
+    def attention(self, q, k, v):  # each (B, h, T, d/h)
+        if q.is_cuda:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        # On a CPU at this T plain matmuls beat the fused kernel, and the FLOP counter sees them.
+        T, width = q.shape[-2:]
+        scores = q @ k.mT * width**-0.5 + self.mask[:T, :T]  # (B, h, T, T)
+        return scores.softmax(-1) @ v
+
+    def forward(self, x):  # (B, T, d)
+        B, T, d = x.shape
+        q, k, v = self.qkv(self.ln1(x)).view(B, T, 3, self.h, d // self.h).permute(2, 0, 3, 1, 4)
+        x = x + self.proj(self.attention(q, k, v).transpose(1, 2).reshape(B, T, d))
+        return x + self.down(F.gelu(self.up(self.ln2(x))))
+
+
+class GPT(nn.Module):
+    """Byte-level GPT: (B, T) tokens to (B, T, V) logits. N = 12 L d^2, the weights of its blocks."""
+
+    def __init__(self, d: int, L: int, h: int = 4, T: int = 64):
+        super().__init__()
+        self.tok, self.pos = nn.Embedding(V, d), nn.Embedding(T, d)
+        self.blocks = nn.Sequential(*[Block(d, h, T) for _ in range(L)])
+        self.ln, self.head = nn.LayerNorm(d), nn.Linear(d, V, bias=False)
+
+    def forward(self, x):
+        return self.head(self.ln(self.blocks(self.tok(x) + self.pos.weight[: x.shape[1]])))
+
+    def loss(self, x, y):
+        """Mean cross-entropy, nats a token."""
+        return F.cross_entropy(self(x).flatten(0, 1), y.flatten())
+
+
+# %% Device, precision, clock
+def choose_device(name: str) -> torch.device:
+    """`auto` is the GPU where there is one. Raises BadInput if `cuda` is asked for in vain."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise BadInput("--device cuda: torch finds no CUDA device; use --device cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def set_precision(precision: str, device: torch.device) -> None:
+    """tf32 rounds the inputs of float32 matmuls, to TF32 on a GPU and to bf16 on a CPU; fp32, bf16 do not."""
+    reduced = "high" if device.type == "cuda" else "medium"
+    torch.set_float32_matmul_precision(reduced if precision == "tf32" else "highest")
+
+
+def autocast(precision: str, device: torch.device):
+    """Context of a forward pass: in bf16, matmuls take and give bf16."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
+def choose_precision(name: str, device: torch.device) -> tuple[str, str]:
+    """(precision, reason), from a probe of matmuls on one thread.
+
+    `auto` on a GPU is tf32. On a CPU it is bf16 if that runs 2.5 times as fast as fp32: vector units give 2 at
+    most, a matrix unit (AMX) more, and only more pays for the conversions; else tf32 if that runs 1.2 times as
+    fast, else fp32. Raises BadInput for a tf32 that is not there.
+    """
+    if name == "fp32":
+        return name, "as asked"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    def speed_up(precision, n):
+        a = torch.ones(n, n, device=device).cumsum(0).sqrt()
+        inputs = {"fp32": a, precision: a.bfloat16() if precision == "bf16" else a}
+        products = {p: torch.empty_like(x) for p, x in inputs.items()}
+        seconds = dict.fromkeys(inputs, math.inf)
+        for p in [*inputs] * 20:  # in turn, and the best: noise only ever slows down
+            set_precision(p, device)
+            multiply = functools.partial(torch.mm, inputs[p], inputs[p], out=products[p])
+            seconds[p] = min(seconds[p], measure(multiply, device, repeats=3))
+        if name == "tf32" and torch.equal(*products.values()):
+            raise BadInput("--precision tf32: this machine has no reduced-precision float32 matmul; use fp32")
+        return seconds["fp32"] / seconds[precision]
+
+    n = 2048 if device.type == "cuda" else 256  # small: without units for it, bf16 can be 500 times slower
+    choice, kind = ("tf32" if name == "auto" else name), "TF32" if device.type == "cuda" else "bf16"
+    gain = speed_up(choice, n)
+    if name == "auto" and gain < 1.2:
+        choice = "fp32"
+    elif name == "auto" and device.type == "cpu" and (bf16 := speed_up("bf16", 512)) >= 2.5:
+        choice, gain = "bf16", bf16
+    torch.set_num_threads(threads)
+    return choice, f"{kind} matmuls probed at {gain:.1f}x the speed of fp32"
+
+
+def measure(function, device: torch.device, repeats: int = 15) -> float:
+    """Median seconds of a call after two calls of warm-up, the device synchronised around each."""
+    seconds = []
+    for _ in range(repeats + 2):
+        start = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[2:])
+
+
+def usable_cpus(root: Path = Path("/")) -> int:
+    """Cores this process may use: its affinity, cut to its cgroups' CPU quota, rounded down; at least 1.
+
+    In a container `os.cpu_count()` shows the host's cores; threads beyond the quota are throttled, not run.
+    """
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        _, controllers, path = line.split(
+            ":", 2
+        )  # "0::/path" in version 2, "4:cpu,cpuacct:/path" in version 1
+        if not controllers:
+            top, files = root / "sys/fs/cgroup", ("cpu.max",)
+        elif "cpu" in controllers.split(","):
+            top, files = root / "sys/fs/cgroup/cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        else:
+            continue
+        group = top / path.lstrip(
+            "/"
+        )  # a container may be told the host's path: then only the upper ones exist
+        for folder in (group, *group.parents):
+            try:
+                quota, period = map(int, " ".join((folder / file).read_text() for file in files).split())
+            except (OSError, ValueError):  # no such file; or "max 100000": no limit at this level
+                continue
+            if quota > 0:
+                cpus = min(cpus, quota // period)
+    return max(1, cpus)
+
+
+def header(device: torch.device, precision: str, reason: str, threads: int, seed: int) -> str:
+    """The first line that a script prints."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return f"{name} | {precision}: {reason} | torch {torch.__version__} | {threads} threads | seed {seed}"
+
+
+def machine(device: torch.device) -> dict:
+    """What the numbers were measured on, for the JSON."""
+    info = Path("/proc/cpuinfo")
+    names = (
+        [s.split(": ")[1] for s in info.read_text().splitlines() if "model name" in s]
+        if info.exists()
+        else []
+    )
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {"cpu": (names or [platform.machine()])[0], "usable_cpus": usable_cpus(), "gpu": gpu,
+            "system": platform.system(), "python": platform.python_version(), "torch": torch.__version__,
+            "date": time.strftime("%Y-%m-%d")}  # fmt: skip
+
+
+# %% Saving
+def writable(folder: Path) -> Path:
+    """`folder`, made if need be. Raises BadInput, before any work, if it cannot be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise BadInput(f"--out: cannot write to {folder}: {error.strerror}") from None
+    return folder
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a file that no crash leaves half done: a temporary file beside it, fsync, rename."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save_json(path: Path, results: dict) -> None:
+    """Raises ValueError on NaN and infinity: neither is a result."""
+    write(path, (json.dumps(results, indent=1, allow_nan=False) + "\n").encode())
+
+
+def save_figure(path: Path, figure) -> None:
+    """`figure`: a `matplotlib.figure.Figure` made without pyplot, which needs no display."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=150)
+    write(path, buffer.getvalue())
+
+
+# %% Processes
+def run_processes(target, jobs: dict[str, tuple], tick=lambda: None) -> None:
+    """Run `target(*args)` for each `name: args`, all at once, in new processes, until the last has ended.
+
+    The first to fail ends the others: raises CheckFailed with its name. `tick` is called ten times a second.
+    None outlives this call, whether it ends by return, exception, Ctrl-C, SIGTERM or SIGKILL.
+    """
+    if target.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        raise BadInput("new processes must import this code: save it as a .py file and run that")
+    # glibc gives freed memory back to the kernel, and the next step faults it in again: let it keep that.
+    os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**31))
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**30))
+    spawn = multiprocessing.get_context("spawn")
+    alive = [spawn.Process(target=_child, args=(target, args), name=name) for name, args in jobs.items()]
+    on_int = signal.signal(signal.SIGINT, signal.SIG_IGN)  # children inherit it: we hear Ctrl-C and end them
+    on_term = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        for process in alive:
+            process.start()
+        signal.signal(signal.SIGINT, on_int)
+        while alive:
+            ended = wait([process.sentinel for process in alive], timeout=0.1)
+            tick()
+            for process in [p for p in alive if p.sentinel in ended]:
+                process.join()
+                alive.remove(process)
+                if code := process.exitcode:
+                    cause = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+                    raise CheckFailed(f"{process.name} died ({cause}); the others were stopped")
+    finally:
+        for process in alive:
+            if process.pid:
+                process.kill()
+                process.join()
+        signal.signal(signal.SIGINT, on_int)
+        signal.signal(signal.SIGTERM, on_term)
+
+
+def _child(target, args):
+    def follow():  # the parent to its end, even if that is SIGKILL
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+    try:
+        target(*args)
+    except (CheckFailed, OSError) as error:
+        sys.exit(f"{multiprocessing.current_process().name}: {error}")
+
+
+def choose_backend(device: torch.device, local_ranks: int) -> tuple[str, str]:
+    """(nccl | gloo, reason): NCCL needs a GPU for every rank of this machine."""
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    if gpus >= local_ranks and dist.is_nccl_available():
+        return "nccl", "a GPU for every rank"
+    return "gloo", f"{gpus} GPUs for {local_ranks} ranks"
+
+
+def launch(worker, ranks: int, device: torch.device, *args) -> None:
+    """Run `worker(rank, world, device, *args)` on `ranks` new processes, or in the ranks that torchrun made.
+
+    In there the default process group is up, `device` is the rank's own, its threads are its share of cores.
+    """
+    if "RANK" not in os.environ:
+        store = _store(
+            0, is_master=True, wait_for_workers=False
+        )  # the kernel picks the port and we keep it: no race
+        run_processes(
+            _rank, {f"rank {r}": (worker, r, ranks, r, ranks, device, store.port, args) for r in range(ranks)}
+        )
+        return
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in names if name not in os.environ]:
+        raise BadInput(f"RANK is set but {', '.join(missing)} is not: start under torchrun, or unset RANK")
+    _rank(worker, *(int(os.environ[name]) for name in names[:4]), device, None, args)
+
+
+def _store(port: int, **options):
+    return dist.TCPStore("127.0.0.1", port, use_libuv=sys.platform != "win32", **options)
+
+
+def _rank(worker, rank, world, local_rank, local_world, device, port, args):
+    torch.set_num_threads(max(1, usable_cpus() // local_world))
+    backend, _ = choose_backend(device, local_world)
+    device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world == local_world:  # one machine: whatever its name resolves to does no harm
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    dist.init_process_group(backend, store=port and _store(port), rank=rank, world_size=world)
+    worker(rank, world, device, *args)
+    dist.destroy_process_group()  # not after an exception: we would wait for peers that wait for us
