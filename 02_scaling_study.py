@@ -196,15 +196,16 @@ def threads_of_models(cpus: int, jobs: int | None = None) -> list[int]:
     return threads
 
 
-def work(queue, finished, text: bytes, device: str, steps_done) -> None:
+def work(queue, finished, corpus: Path | None, device: str, steps_done) -> None:
     """One process: take the next run until there is none."""
+    text, _ = common.read_corpus(corpus)
     train_data, val_data = (data.to(device) for data in common.split_corpus(text, T))
     for index, run, path in iter(queue.get, None):
         state = train(run, path, train_data, val_data, partial(steps_done.__setitem__, index))
         finished.put((index, state))
 
 
-def train_all(runs: list[Run], folder: Path, text: bytes, jobs: int) -> list[dict]:
+def train_all(runs: list[Run], folder: Path, corpus: Path | None, jobs: int) -> list[dict]:
     """The last state of each run, in the order given; one progress bar over the FLOPs of them all."""
     paths = [run.path(folder) for run in runs]
     done, ends = [load_state(path)["step"] for path in paths], [run.checkpoints[-1] for run in runs]
@@ -229,7 +230,7 @@ def train_all(runs: list[Run], folder: Path, text: bytes, jobs: int) -> list[dic
     )
     with bar:
         workers = {
-            f"process {i + 1}": (queue, finished, text, runs[0].device, steps_done) for i in range(jobs)
+            f"process {i + 1}": (queue, finished, corpus, runs[0].device, steps_done) for i in range(jobs)
         }
         common.run_processes(work, workers, tick=lambda: bar.update(flops_done() - bar.n))
         bar.update(flops_done() - bar.n)
@@ -390,21 +391,21 @@ def main():
     parser.add_argument("--corpus", type=Path, metavar="PATH", help="a file or a folder of your own")
     args = parser.parse_args()
     began = time.perf_counter()
-    text, corpus = common.read_corpus(args.corpus)
+    text, description = common.read_corpus(args.corpus)
     common.split_corpus(text, T)  # one that is too short is refused before anything is written
     device, cpus = common.choose_device(args.device), common.usable_cpus()
     threads = threads_of_models(cpus, args.jobs or (1 if device.type == "cuda" else None))
     folder = common.writable(common.writable(args.out) / NAME)
     precision, reason = common.choose_precision(args.precision, device)
     print(common.header(device, precision, reason, cpus, args.seed))
-    print(f"\ncorpus: {len(text):,} byte tokens of {corpus}", flush=True)
+    print(f"\ncorpus: {len(text):,} byte tokens of {description}", flush=True)
 
     steps, val_batches = args.steps or (40 if args.quick else STEPS), 5 if args.quick else VAL_BATCHES
     checkpoints = tuple(sorted({max(1, round(c * steps / STEPS)) for c in CHECKPOINTS}))
     same = (checkpoints, val_batches, args.seed, precision, device.type, hashlib.sha256(text).hexdigest())
     plan = [Run(d, L, threads[min(i, len(threads) - 1)], *same) for i, (d, L) in enumerate(MODELS[::-1])]
     exact = replace(plan[-1], precision="fp32", checkpoints=checkpoints[:3])  # what does the precision move?
-    *states, reference = train_all([*plan, exact], folder, text, len(threads))
+    *states, reference = train_all([*plan, exact], folder, args.corpus, len(threads))
 
     results = analyse(plan[::-1], states[::-1])
     pairs = zip(states[-1]["val_losses"], reference["val_losses"], strict=False)

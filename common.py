@@ -197,9 +197,9 @@ def autocast(precision: str, device: torch.device):
 def choose_precision(name: str, device: torch.device) -> tuple[str, str]:
     """(precision, reason), from a probe of matmuls on one thread.
 
-    `auto` on a GPU is tf32. On a CPU it is bf16 if that runs 2.5 times as fast as fp32: vector units give 2 at
-    most, a matrix unit (AMX) more, and only more pays for the conversions; else tf32 if that runs 1.2 times as
-    fast, else fp32. Raises BadInput for a tf32 that is not there.
+    `auto` on a GPU is tf32. On a CPU it is bf16 if that runs 2.5 times as fast as fp32 (vector units give 2
+    at most, a matrix unit like AMX more, and only more pays for the conversions), else tf32 if that runs 1.2
+    times as fast, else fp32. Raises BadInput for a tf32 that is not there.
     """
     if name == "fp32":
         return name, "as asked"
@@ -333,9 +333,11 @@ def run_processes(target, jobs: dict[str, tuple], tick=lambda: None) -> None:
     """Run `target(*args)` for each `name: args`, all at once, in new processes, until the last has ended.
 
     The first to fail ends the others: raises CheckFailed with its name. `tick` is called ten times a second.
-    None outlives this call, whether it ends by return, exception, Ctrl-C, SIGTERM or SIGKILL.
+    None outlives this call, whether it ends by return, exception, Ctrl-C, SIGTERM or SIGKILL. Keep `args` small:
+    beyond a pipe's 64 kB we would wait forever for a child that died before it read them.
     """
-    if target.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+    script = getattr(sys.modules["__main__"], "__file__", "")
+    if target.__module__ == "__main__" and not Path(script).is_file():
         raise BadInput("new processes must import this code: save it as a .py file and run that")
     # glibc gives freed memory back to the kernel, and the next step faults it in again: let it keep that.
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**31))
