@@ -397,7 +397,7 @@ def main():
     threads = threads_of_models(cpus, args.jobs or (1 if device.type == "cuda" else None))
     folder = common.writable(common.writable(args.out) / NAME)
     precision, reason = common.choose_precision(args.precision, device)
-    print(common.header(device, precision, reason, cpus, args.seed))
+    print(common.header(device, precision, reason, sum(threads), args.seed))
     print(f"\ncorpus: {len(text):,} byte tokens of {description}", flush=True)
 
     steps, val_batches = args.steps or (40 if args.quick else STEPS), 5 if args.quick else VAL_BATCHES

@@ -13,6 +13,7 @@ import math
 import multiprocessing
 import os
 import platform
+import re
 import signal
 import statistics
 import sys
@@ -20,6 +21,7 @@ import sysconfig
 import tempfile
 import threading
 import time
+from datetime import date
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -68,9 +70,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.add_argument("--quick", action="store_true", help="every section in about ten seconds")
         self.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-        self.add_argument(
-            "--out", default=Path("out"), type=Path, metavar="DIR", help="results (default: out)"
-        )
+        self.add_argument("--out", default=Path("out"), type=Path, metavar="DIR", help="default: out")
         self.add_argument("--seed", default=0, type=int)
 
     def error(self, message):
@@ -248,48 +248,46 @@ def usable_cpus(root: Path = Path("/")) -> int:
     In a container `os.cpu_count()` shows the host's cores; threads beyond the quota are throttled, not run.
     """
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    groups = root / "proc/self/cgroup"
+    groups, top = root / "proc/self/cgroup", root / "sys/fs/cgroup"
     for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, path = line.split(
             ":", 2
         )  # "0::/path" in version 2, "4:cpu,cpuacct:/path" in version 1
-        if not controllers:
-            top, files = root / "sys/fs/cgroup", ("cpu.max",)
-        elif "cpu" in controllers.split(","):
-            top, files = root / "sys/fs/cgroup/cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        else:
+        if controllers and "cpu" not in controllers.split(","):
             continue
-        group = top / path.lstrip(
-            "/"
-        )  # a container may be told the host's path: then only the upper ones exist
-        for folder in (group, *group.parents):
+        group = top / ("cpu" if controllers else "") / path.lstrip("/")
+        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+        for folder in (
+            group,
+            *group.parents,
+        ):  # a container may be told the host's path: try all above it too
             try:
                 quota, period = map(int, " ".join((folder / file).read_text() for file in files).split())
             except (OSError, ValueError):  # no such file; or "max 100000": no limit at this level
                 continue
-            if quota > 0:
-                cpus = min(cpus, quota // period)
+            cpus = min(cpus, quota // period) if quota > 0 else cpus
     return max(1, cpus)
 
 
-def header(device: torch.device, precision: str, reason: str, threads: int, seed: int) -> str:
-    """The first line that a script prints."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return f"{name} | {precision}: {reason} | torch {torch.__version__} | {threads} threads | seed {seed}"
-
-
 def machine(device: torch.device) -> dict:
-    """What the numbers were measured on, for the JSON."""
+    """What the numbers are measured on, for the JSON."""
     info = Path("/proc/cpuinfo")
-    names = (
-        [s.split(": ")[1] for s in info.read_text().splitlines() if "model name" in s]
-        if info.exists()
-        else []
-    )
+    names = re.findall(r"model name\s*: (.*)", info.read_text() if info.exists() else "") or [
+        platform.machine()
+    ]
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    return {"cpu": (names or [platform.machine()])[0], "usable_cpus": usable_cpus(), "gpu": gpu,
-            "system": platform.system(), "python": platform.python_version(), "torch": torch.__version__,
-            "date": time.strftime("%Y-%m-%d")}  # fmt: skip
+    versions = {"torch": torch.__version__, "python": platform.python_version(), "system": platform.system()}
+    return {"cpu": names[0], "usable_cpus": usable_cpus(), "gpu": gpu, **versions, "date": f"{date.today()}"}
+
+
+def header(device: torch.device, precision: str, reason: str, threads: int, seed: int) -> str:
+    """The first lines that a script prints."""
+    m = machine(device)
+    where = f"{device.type}: {m['gpu'] or m['cpu']}"
+    return (
+        f"{where} | {precision} | torch {m['torch']} | {threads} threads | seed {seed}\n"
+        f"{precision}: {reason} | Python {m['python']} | {m['date']}"
+    )
 
 
 # %% Saving
@@ -333,8 +331,8 @@ def run_processes(target, jobs: dict[str, tuple], tick=lambda: None) -> None:
     """Run `target(*args)` for each `name: args`, all at once, in new processes, until the last has ended.
 
     The first to fail ends the others: raises CheckFailed with its name. `tick` is called ten times a second.
-    None outlives this call, whether it ends by return, exception, Ctrl-C, SIGTERM or SIGKILL. Keep `args` small:
-    beyond a pipe's 64 kB we would wait forever for a child that died before it read them.
+    None outlives this call, whether it ends by return, exception, Ctrl-C, SIGTERM or SIGKILL. Keep `args`
+    below a pipe's 64 kB: we would wait forever for a child that died before it had read more.
     """
     script = getattr(sys.modules["__main__"], "__file__", "")
     if target.__module__ == "__main__" and not Path(script).is_file():
@@ -394,13 +392,10 @@ def launch(worker, ranks: int, device: torch.device, *args) -> None:
     In there the default process group is up, `device` is the rank's own, its threads are its share of cores.
     """
     if "RANK" not in os.environ:
-        store = _store(
-            0, is_master=True, wait_for_workers=False
-        )  # the kernel picks the port and we keep it: no race
-        run_processes(
-            _rank, {f"rank {r}": (worker, r, ranks, r, ranks, device, store.port, args) for r in range(ranks)}
-        )
-        return
+        # The kernel picks the store's port, and this process keeps it: nobody can take it in between.
+        store = _store(0, is_master=True, wait_for_workers=False)
+        jobs = {f"rank {r}": (worker, r, ranks, r, ranks, device, store.port, args) for r in range(ranks)}
+        return run_processes(_rank, jobs)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if missing := [name for name in names if name not in os.environ]:
         raise BadInput(f"RANK is set but {', '.join(missing)} is not: start under torchrun, or unset RANK")

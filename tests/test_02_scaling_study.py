@@ -270,7 +270,7 @@ def quick_run(tmp_path_factory):
 def test_quick_run(quick_run):
     folder, done = quick_run
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("cpu | ") and "\r" not in done.stdout and "FLOP/s]" not in done.stdout
+    assert done.stdout.startswith("cpu: ") and "\r" not in done.stdout and "FLOP/s]" not in done.stdout
     assert "training: 100%" in done.stderr and "Traceback" not in done.stderr
     for line in (
         r"corpus: [\d,]+ byte tokens",
@@ -291,9 +291,9 @@ def test_quick_run(quick_run):
 
 
 def tables(done) -> str:
-    """All but the first line: that has the speed of a probe in it."""
+    """All but the header: that has the speed of a probe in it."""
     assert done.returncode == 0, done.stderr
-    return done.stdout.split("\n", 1)[1]
+    return done.stdout.split("\n\n", 1)[1]
 
 
 def test_the_same_command_again_gives_the_same_table(quick_run):
@@ -356,7 +356,7 @@ def test_a_closed_pipe_is_no_error(quick_run):
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0 and done.stdout.startswith("cpu | ") and "Error" not in done.stderr
+    assert done.returncode == 0 and done.stdout.startswith("cpu: ") and "Error" not in done.stderr
 
 
 def test_a_script_without_a_file_is_told_to_get_one(tmp_path):
