@@ -147,17 +147,17 @@ def train(run: Run, path: Path, train_data, val_data, report=lambda step: None) 
     torch.manual_seed(run.seed)
     model = GPT(run.d, run.L).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
-    generator = torch.Generator().manual_seed(run.seed)  # all models draw the same batches
+    draws = torch.Generator().manual_seed(run.seed)  # all models draw the same batches
     if state["step"]:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        generator.set_state(state["generator"])
+        draws.set_state(state["draws"])
 
     start = time.perf_counter()
     for step in range(state["step"] + 1, run.checkpoints[-1] + 1):
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(1, step / WARM_UP)
-        x, y = batch(train_data, B, T, generator)  # (B, T) each
+        x, y = batch(train_data, B, T, draws)  # (B, T) each
         with common.autocast(run.precision, device):
             loss = model.loss(x, y)
         optimizer.zero_grad()
@@ -172,8 +172,11 @@ def train(run: Run, path: Path, train_data, val_data, report=lambda step: None) 
         state["val_losses"].append(validation_loss(model, val_data, run))
         if not math.isfinite(state["val_losses"][-1]):
             raise CheckFailed(f"d={run.d}, L={run.L} diverged: its loss at step {step} is not a number")
-        state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        state |= {"generator": generator.get_state()}
+        state |= {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "draws": draws.get_state(),
+        }
         if step == run.checkpoints[-1]:  # what is finished needs no weights to go on from
             state = {key: state[key] for key in ("step", "val_losses", "seconds", "peak")}
         save_state(path, state)
@@ -216,24 +219,21 @@ def train_all(runs: list[Run], folder: Path, corpus: Path | None, jobs: int) -> 
 
     spawn = multiprocessing.get_context("spawn")
     queue, finished = spawn.SimpleQueue(), spawn.SimpleQueue()
-    for job in [*enumerate(runs), *[None] * jobs]:
-        queue.put(job and (*job, paths[job[0]]))
+    for job in zip(range(len(runs)), runs, paths, strict=True):
+        queue.put(job)
+    for _ in range(jobs):
+        queue.put(None)
     steps_done = spawn.Array("q", done, lock=False)
     step_flops = [B * T * flops_per_token(run.d, run.L) for run in runs]
 
-    def flops_done():
-        return int(np.dot(step_flops, steps_done))
+    def flops(steps):
+        return int(np.dot(step_flops, steps))
 
-    total = int(np.dot(step_flops, ends))
-    bar = tqdm(
-        total=total, initial=flops_done(), unit="FLOP", unit_scale=True, mininterval=1, desc="training"
-    )
-    with bar:
-        workers = {
-            f"process {i + 1}": (queue, finished, corpus, runs[0].device, steps_done) for i in range(jobs)
-        }
-        common.run_processes(work, workers, tick=lambda: bar.update(flops_done() - bar.n))
-        bar.update(flops_done() - bar.n)
+    with tqdm(total=flops(ends), initial=flops(done), unit="FLOP", unit_scale=True, mininterval=1) as bar:
+        arguments = (queue, finished, corpus, runs[0].device, steps_done)
+        processes = {f"training process {i + 1}": arguments for i in range(jobs)}
+        common.run_processes(work, processes, tick=lambda: bar.update(flops(steps_done) - bar.n))
+        bar.update(flops(steps_done) - bar.n)
     states = dict(finished.get() for _ in runs)
     return [states[index] for index in range(len(runs))]
 
@@ -263,9 +263,7 @@ def fit_power_law(points) -> tuple[float, float, tuple[float, float]]:
     Raises CheckFailed for fewer than three points and for losses without a logarithm.
     """
     if len(points) < 3 or min(loss for _, loss in points) <= 0:
-        raise CheckFailed(
-            f"the frontier, {len(points)} points, has no slope with an interval: give more --steps"
-        )
+        raise CheckFailed(f"a frontier of {len(points)} points has no slope with an interval: more --steps?")
     x, y = np.log(points).T
     dx = x - x.mean()
     slope = dx @ y / (dx @ dx)
@@ -304,14 +302,17 @@ def analyse(runs: list[Run], states: list[dict]) -> dict:
         if counted != (expected := flops_per_token(run.d, run.L)):
             raise CheckFailed(f"d={run.d}, L={run.L}: expected {expected} FLOPs a token, counted {counted}")
         tokens = [step * B * T for step in run.checkpoints]
-        rows = zip(run.checkpoints, tokens, state["val_losses"], strict=True)
-        models.append(
-            {
-                "N": N, "d": run.d, "L": run.L, "counted_flops_per_token": counted, "threads": run.threads,
-                "flops_per_second": counted * tokens[-1] / state["seconds"], "matmul_peak": state["peak"],
-                "checkpoints": [{"step": s, "C": 6 * N * D, "D": D, "val_loss": loss} for s, D, loss in rows],
-            }
-        )  # fmt: skip
+        points = zip(run.checkpoints, tokens, state["val_losses"], strict=True)
+        rate = counted * tokens[-1] / state["seconds"]
+        peak = max(s["peak"] for r, s in zip(runs, states, strict=True) if r.threads == run.threads)
+        if rate > peak:
+            raise CheckFailed(f"d={run.d}, L={run.L}: {rate:.3g} FLOP/s beat the matmul peak, {peak:.3g}")
+        model = {"N": N, "d": run.d, "L": run.L, "threads": run.threads, "counted_flops_per_token": counted}
+        model |= {"flops_per_second": rate, "matmul_peak": peak}
+        model["checkpoints"] = [
+            {"step": s, "C": 6 * N * D, "D": D, "val_loss": loss} for s, D, loss in points
+        ]
+        models.append(model)
     curves = {m["N"]: [(c["C"], c["val_loss"]) for c in m["checkpoints"]] for m in models}
     points = compute_frontier(point for curve in curves.values() for point in curve)
     slope, intercept, interval = fit_power_law(points)
@@ -324,8 +325,9 @@ def show(results: dict) -> None:
     for m in results["runs"]:
         losses = "  ".join(f"{c['val_loss']:.2f}" for c in m["checkpoints"])
         print(f"  N={m['N']:>9,}: val loss {losses}   (after {m['checkpoints'][-1]['D']:,} tokens)")
-    moved = results["moved_by_precision"]
-    print(f"  (the smallest model's first losses, trained once more in fp32, moved by {moved:.4f} at most)")
+    print(
+        f"  (trained again in fp32, the smallest model's first losses move by {results['moved']:.4f} at most)"
+    )
 
     print("\nFLOPs a token, counted against 6N; GFLOP/s reached against those of a large matmul:")
     print("            N     counted          6N  ratio  reached  matmul  share  threads")
@@ -334,7 +336,7 @@ def show(results: dict) -> None:
         print(f"    {N:>9,}  {counted:>10,}  {6 * N:>10,}  {counted / 6 / N:>5.2f}", end="")
         print(f"  {rate / 1e9:>7,.0f}  {peak / 1e9:>6,.0f}  {rate / peak:>5.0%}  {m['threads']:>7}")
     print(
-        "  6N leaves out the head (6Vd) and the attention scores (12LTd), which grow with d, and N with d^2:"
+        "  6N leaves out the head (6Vd) and the attention scores (12LTd). They grow with d, and N with d^2:"
     )
     print("  the smaller the model, the larger their share. Its small matmuls also fill a core less.")
 
@@ -348,10 +350,12 @@ def show(results: dict) -> None:
         losses = "  ".join(f"{N:>7,}:{loss:.2f}" for N, loss in row["val_losses"].items())
         print(f"  C={row['C']:.0e}: best N = {row['N']:>9,} (D = {row['D']:>10,.0f} tokens,", end="")
         print(f" {row['tokens_per_param']:5.1f} tokens/param)   [{losses}]")
+    sizes = [row["N"] for row in results["optimal"]]
+    print(f"  The best size {'grows' if sizes == sorted(sizes) else 'does not always grow'} with the budget.")
     print(
-        "  The best size grows with the budget. The ratios are not Chinchilla's 20 tokens/param: one learning"
+        "  Do not expect Chinchilla's 20 tokens/param: one learning rate serves all sizes, it never decays,"
     )
-    print("  rate serves all sizes, it never decays, and the batch is too large for the small budgets.")
+    print("  and the batch is too large for the small budgets.")
 
 
 def draw(models: list[dict], frontier: dict):
@@ -409,16 +413,14 @@ def main():
 
     results = analyse(plan[::-1], states[::-1])
     pairs = zip(states[-1]["val_losses"], reference["val_losses"], strict=False)
-    results["moved_by_precision"] = moved = max(abs(a - b) for a, b in pairs)
+    results["moved"] = moved = max(abs(a - b) for a, b in pairs)
     results |= {"seconds": time.perf_counter() - began, "machine": common.machine(device)}
     results["args"] = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
     common.save_json(args.out / f"{NAME}.json", results)
     common.save_figure(args.out / f"{NAME}.png", draw(results["runs"], results["frontier"]))
     show(results)
     if moved > MOVED_BOUND:
-        raise CheckFailed(
-            f"{precision} moved a loss by {moved:.4f}, over {MOVED_BOUND}: use --precision fp32"
-        )
+        raise CheckFailed(f"{precision} moved a loss by {moved:.4f}, not {MOVED_BOUND} at most: use fp32")
 
 
 if __name__ == "__main__":
