@@ -147,17 +147,17 @@ def train(run: Run, path: Path, train_data, val_data, report=lambda step: None) 
     torch.manual_seed(run.seed)
     model = GPT(run.d, run.L).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
-    draws = torch.Generator().manual_seed(run.seed)  # all models draw the same batches
+    rng = torch.Generator().manual_seed(run.seed)  # all models draw the same batches
     if state["step"]:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        draws.set_state(state["draws"])
+        rng.set_state(state["rng"])
 
     start = time.perf_counter()
     for step in range(state["step"] + 1, run.checkpoints[-1] + 1):
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(1, step / WARM_UP)
-        x, y = batch(train_data, B, T, draws)  # (B, T) each
+        x, y = batch(train_data, B, T, rng)  # (B, T) each
         with common.autocast(run.precision, device):
             loss = model.loss(x, y)
         optimizer.zero_grad()
@@ -172,11 +172,7 @@ def train(run: Run, path: Path, train_data, val_data, report=lambda step: None) 
         state["val_losses"].append(validation_loss(model, val_data, run))
         if not math.isfinite(state["val_losses"][-1]):
             raise CheckFailed(f"d={run.d}, L={run.L} diverged: its loss at step {step} is not a number")
-        state |= {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "draws": draws.get_state(),
-        }
+        state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": rng.get_state()}
         if step == run.checkpoints[-1]:  # what is finished needs no weights to go on from
             state = {key: state[key] for key in ("step", "val_losses", "seconds", "peak")}
         save_state(path, state)
@@ -188,8 +184,8 @@ def train(run: Run, path: Path, train_data, val_data, report=lambda step: None) 
 def threads_of_models(cpus: int, jobs: int | None = None) -> list[int]:
     """Threads of the processes that train at the same time, for the largest models first.
 
-    Each model costs about half of the next larger, so each process takes half of the cores left, and the last
-    one all of them: 1 core [1], 2 [1, 1], 4 [2, 1, 1], 8 [4, 2, 1, 1]. Small models do not fill two threads.
+    Each costs about half of the next larger, so each process takes half of the cores left, the last one all:
+    1 core [1], 2 cores [1, 1], 4 cores [2, 1, 1], 8 cores [4, 2, 1, 1]. Small models do not fill two threads.
     """
     jobs = jobs or min(len(MODELS), cpus.bit_length())
     threads = []
@@ -233,7 +229,6 @@ def train_all(runs: list[Run], folder: Path, corpus: Path | None, jobs: int) -> 
         arguments = (queue, finished, corpus, runs[0].device, steps_done)
         processes = {f"training process {i + 1}": arguments for i in range(jobs)}
         common.run_processes(work, processes, tick=lambda: bar.update(flops(steps_done) - bar.n))
-        bar.update(flops(steps_done) - bar.n)
     states = dict(finished.get() for _ in runs)
     return [states[index] for index in range(len(runs))]
 
@@ -281,10 +276,10 @@ def loss_at(curve, C: float) -> float | None:
     return float(np.interp(math.log(C), np.log([c for c, _ in curve]), [loss for _, loss in curve]))
 
 
-def compute_optimal(curves: dict[int, list], budgets=BUDGETS) -> list[dict]:
+def compute_optimal(curves: dict[int, list]) -> list[dict]:
     """For each budget that a curve of {N: [(C, loss)]} reaches: the N of the lowest loss, and D = C / 6N."""
     rows = []
-    for C in budgets:
+    for C in BUDGETS:
         losses = {N: loss for N, curve in curves.items() if (loss := loss_at(curve, C)) is not None}
         if losses:
             N = min(losses, key=losses.get)
@@ -325,9 +320,7 @@ def show(results: dict) -> None:
     for m in results["runs"]:
         losses = "  ".join(f"{c['val_loss']:.2f}" for c in m["checkpoints"])
         print(f"  N={m['N']:>9,}: val loss {losses}   (after {m['checkpoints'][-1]['D']:,} tokens)")
-    print(
-        f"  (trained again in fp32, the smallest model's first losses move by {results['moved']:.4f} at most)"
-    )
+    print(f"  (trained again in fp32, the smallest model's first losses move by {results['moved']:.4f})")
 
     print("\nFLOPs a token, counted against 6N; GFLOP/s reached against those of a large matmul:")
     print("            N     counted          6N  ratio  reached  matmul  share  threads")
@@ -335,10 +328,8 @@ def show(results: dict) -> None:
         N, counted, rate, peak = m["N"], m["counted_flops_per_token"], m["flops_per_second"], m["matmul_peak"]
         print(f"    {N:>9,}  {counted:>10,}  {6 * N:>10,}  {counted / 6 / N:>5.2f}", end="")
         print(f"  {rate / 1e9:>7,.0f}  {peak / 1e9:>6,.0f}  {rate / peak:>5.0%}  {m['threads']:>7}")
-    print(
-        "  6N leaves out the head (6Vd) and the attention scores (12LTd). They grow with d, and N with d^2:"
-    )
-    print("  the smaller the model, the larger their share. Its small matmuls also fill a core less.")
+    print("  6N leaves out the head (6Vd) and the attention scores (12LTd), which grow with d while N grows")
+    print("  with d^2: the smaller the model, the larger their share. Small matmuls also fill a core less.")
 
     slope, (low, high), points = (results["frontier"][key] for key in ("slope", "ci95", "points"))
     print(f"\ncompute frontier: {len(points)} points, fitted L ~ C^{slope:.3f}", end="")
@@ -352,9 +343,7 @@ def show(results: dict) -> None:
         print(f" {row['tokens_per_param']:5.1f} tokens/param)   [{losses}]")
     sizes = [row["N"] for row in results["optimal"]]
     print(f"  The best size {'grows' if sizes == sorted(sizes) else 'does not always grow'} with the budget.")
-    print(
-        "  Do not expect Chinchilla's 20 tokens/param: one learning rate serves all sizes, it never decays,"
-    )
+    print("  Do not expect Chinchilla's 20 tokens/param: one learning rate serves all sizes, without decay,")
     print("  and the batch is too large for the small budgets.")
 
 
@@ -379,9 +368,8 @@ def draw(models: list[dict], frontier: dict):
         ticks = [t for t in (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6) if low <= t <= high]
         axes.set_yticks(ticks, [f"{t:g}" for t in ticks])
         axes.minorticks_off()
+        axes.set(xlabel="training compute C = 6ND (FLOPs)", ylabel="validation loss (nats a byte)")
         axes.set_title("The best loss for a budget falls as a power of compute")
-        axes.set_xlabel("training compute C = 6ND (FLOPs)")
-        axes.set_ylabel("validation loss (nats a byte)")
         axes.grid(alpha=0.25)
         axes.legend(loc="upper right", frameon=False)
     return figure

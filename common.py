@@ -88,43 +88,35 @@ def positive(text: str) -> int:
 def read_corpus(path: Path | None = None) -> tuple[bytes, str]:
     """(bytes, what they are): the standard library's sorted top-level `*.py`, or a file, or a folder's files.
 
-    A byte is a token, so any text in any language will do. Raises BadInput when there is nothing to read.
+    A byte is a token, so any text in any language will do; hidden files and folders are passed over.
+    Raises BadInput when there is nothing to read.
     """
     root = path or Path(sysconfig.get_paths()["stdlib"])
     try:
-        files = (
-            [root] if root.is_file() else sorted(root.glob("*.py") if path is None else root.rglob("[!.]*"))
-        )
-        files = [file for file in files if not file.is_dir()]
+        found = [root] if root.is_file() else sorted(root.glob("*.py") if path is None else root.rglob("*"))
+        hidden = [any(part.startswith(".") for part in file.relative_to(root).parts) for file in found]
+        files = [file for file, no in zip(found, hidden, strict=True) if file.is_file() and not no]
         text = b"".join(file.read_bytes() for file in files)
-        if not root.exists():
-            raise BadInput(f"corpus {root} does not exist; --corpus takes a file or a folder of text")
     except OSError as error:
         raise BadInput(f"corpus: cannot read {error.filename}: {error.strerror}") from None
-    if not text and path is None:
-        raise BadInput(
-            f"found {len(files)} *.py files in {root}: no library sources here; give --corpus PATH"
-        )
     if not text:
-        raise BadInput(
-            f"corpus {root} is empty: 0 bytes in {len(files)} files; a file or folder of text is needed"
-        )
-    name = "Python standard-library source" if path is None else f"{root.resolve().name}"
+        found = f"0 bytes in {len(files)} files" if root.exists() else "no such file or folder"
+        needed = "library sources, or your own text with --corpus PATH" if path is None else "some text"
+        raise BadInput(f"corpus {root}: found {found}, need {needed}")
+    name = "Python standard-library source" if path is None else root.resolve().name
     return text, f"{name} ({len(files)} files, sha256 {hashlib.sha256(text).hexdigest()[:8]})"
 
 
 def split_corpus(text: bytes, T: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(train, val), uint8: the first 95 % of the bytes and the rest. Raises BadInput if val is too short."""
     if len(text) < 20 * (T + 2):
-        raise BadInput(f"the corpus has {len(text):,} bytes; windows of {T} tokens need {20 * (T + 2):,}")
+        raise BadInput(f"corpus: found {len(text):,} bytes, need {20 * (T + 2):,} for windows of {T} tokens")
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     split = int(0.95 * len(data))
     return data[:split], data[split:]
 
 
-def batch(
-    data: torch.Tensor, B: int, T: int, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(data: torch.Tensor, B: int, T: int, generator: torch.Generator):
     """(x, y), each (B, T) int64 where `data` is: B random windows, and the same moved on by one token."""
     starts = torch.randint(0, len(data) - T - 1, (B, 1), generator=generator)
     windows = data[(starts + torch.arange(T + 1)).to(data.device)].long()  # (B, T+1)
@@ -250,17 +242,12 @@ def usable_cpus(root: Path = Path("/")) -> int:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     groups, top = root / "proc/self/cgroup", root / "sys/fs/cgroup"
     for line in groups.read_text().splitlines() if groups.exists() else ():
-        _, controllers, path = line.split(
-            ":", 2
-        )  # "0::/path" in version 2, "4:cpu,cpuacct:/path" in version 1
+        _, controllers, path = line.split(":", 2)  # version 2 "0::/path", version 1 "4:cpu,cpuacct:/path"
         if controllers and "cpu" not in controllers.split(","):
             continue
         group = top / ("cpu" if controllers else "") / path.lstrip("/")
         files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
-        for folder in (
-            group,
-            *group.parents,
-        ):  # a container may be told the host's path: try all above it too
+        for folder in (group, *group.parents):  # a container may be told the host's path: try those above
             try:
                 quota, period = map(int, " ".join((folder / file).read_text() for file in files).split())
             except (OSError, ValueError):  # no such file; or "max 100000": no limit at this level
@@ -283,11 +270,8 @@ def machine(device: torch.device) -> dict:
 def header(device: torch.device, precision: str, reason: str, threads: int, seed: int) -> str:
     """The first lines that a script prints."""
     m = machine(device)
-    where = f"{device.type}: {m['gpu'] or m['cpu']}"
-    return (
-        f"{where} | {precision} | torch {m['torch']} | {threads} threads | seed {seed}\n"
-        f"{precision}: {reason} | Python {m['python']} | {m['date']}"
-    )
+    first = f"{device.type}: {m['gpu'] or m['cpu']} | {precision} | torch {m['torch']} | {threads} threads"
+    return f"{first} | seed {seed}\n{precision}: {reason} | Python {m['python']} | {m['date']}"
 
 
 # %% Saving

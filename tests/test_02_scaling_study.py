@@ -331,7 +331,7 @@ def test_ctrl_c_leaves_no_process_and_what_was_finished(quick_run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--corpus", "missing.txt"], "does not exist"),
+        (["--corpus", "missing.txt"], "no such file"),
         (["--corpus", "short.txt"], "need 1,320"),
         (["--steps", "0"], "at least 1"),
         (["--jobs", "two"], "at least 1"),

@@ -87,6 +87,8 @@ def test_corpus_of_files_and_folders(tmp_path):
     (tmp_path / "b" / "two.txt").write_bytes(b"zwei \xff")
     (tmp_path / "a.md").write_bytes(b"eins ")
     (tmp_path / ".hidden").write_bytes(b"no")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_bytes(b"no")
     assert common.read_corpus(tmp_path)[0] == b"eins zwei \xff"
     assert common.read_corpus(tmp_path / "a.md")[0] == b"eins "
     text, name = common.read_corpus()
@@ -96,17 +98,17 @@ def test_corpus_of_files_and_folders(tmp_path):
 def test_a_corpus_that_cannot_serve_is_refused(tmp_path, monkeypatch):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "none").mkdir()
-    with pytest.raises(BadInput, match="does not exist"):
+    with pytest.raises(BadInput, match="no such file or folder"):
         common.read_corpus(tmp_path / "missing")
     with pytest.raises(BadInput, match="0 bytes in 1 files"):
         common.read_corpus(tmp_path / "empty.txt")
     with pytest.raises(BadInput, match="0 bytes in 0 files"):
         common.read_corpus(tmp_path / "none")
-    with pytest.raises(BadInput, match=r"has 1,319 bytes.* need 1,320"):
+    with pytest.raises(BadInput, match="found 1,319 bytes, need 1,320"):
         common.split_corpus(b"x" * 1319, 64)
     common.split_corpus(b"x" * 1320, 64)
     monkeypatch.setattr(common.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "none")})
-    with pytest.raises(BadInput, match=r"found 0 \*.py files .* give --corpus"):
+    with pytest.raises(BadInput, match=r"found 0 bytes in 0 files, need library sources, .* --corpus"):
         common.read_corpus()
 
 
