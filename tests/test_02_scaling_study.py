@@ -254,6 +254,8 @@ def test_the_recorded_run_is_whole():
     assert abs(losses_of(results) - np.array(list(SOURCE.values()))).max() < 0.15  # another corpus
     assert f"C^{results['frontier']['slope']:.3f}" in text and results["machine"]["date"] in text
     assert (ROOT / "results/02_scaling_study.png").read_bytes().startswith(b"\x89PNG")
+    shown = (ROOT / "README.md").read_text().split("```")[3].strip("\n").splitlines()
+    assert len(shown) > 10 and all(line in text for line in shown)
 
 
 # The script as its users run it
