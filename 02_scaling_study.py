@@ -29,6 +29,7 @@ import math
 import multiprocessing
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -83,6 +84,7 @@ class Run:
     d: int
     L: int
     threads: int
+    halves: bool  # two half batches a step, side by side if cores are idle, else in turn: the same bits
     checkpoints: tuple[int, ...]  # steps; training ends at the last
     val_batches: int
     seed: int
@@ -134,8 +136,11 @@ def matmul_peak(device: torch.device, precision: str) -> float:
     return 2 * n**3 / common.measure(lambda: torch.mm(a, a, out=product), device)
 
 
-def train(run: Run, path: Path, train_data, val_data, report=lambda step: None) -> dict:
-    """Train from where `path` stands to the last checkpoint, saving the state at each; return the last."""
+def train(run: Run, path: Path, train_data, val_data, report=lambda step: None, idle=lambda: False) -> dict:
+    """Train from where `path` stands to the last checkpoint, saving the state at each; return the last.
+
+    `report(step)` is called after each step; `idle()` says if there are cores for a second half batch.
+    """
     state = load_state(path)
     if state["step"] == run.checkpoints[-1]:
         return state
@@ -146,28 +151,38 @@ def train(run: Run, path: Path, train_data, val_data, report=lambda step: None) 
 
     torch.manual_seed(run.seed)
     model = GPT(run.d, run.L).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
     rng = torch.Generator().manual_seed(run.seed)  # all models draw the same batches
     if state["step"]:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         rng.set_state(state["rng"])
 
-    start = time.perf_counter()
+    def gradients(x, y):
+        torch.set_num_threads(run.threads)  # a new Python thread starts with all cores
+        return torch.autograd.grad(model.loss(x, y), parameters)
+
+    pool, start = ThreadPoolExecutor(2), time.perf_counter()
     for step in range(state["step"] + 1, run.checkpoints[-1] + 1):
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(1, step / WARM_UP)
         x, y = batch(train_data, B, T, rng)  # (B, T) each
-        with common.autocast(run.precision, device):
-            loss = model.loss(x, y)
-        optimizer.zero_grad()
-        loss.backward()
+        if run.halves:
+            both = (pool.map if idle() else map)(gradients, x.chunk(2), y.chunk(2))
+            for parameter, a, b in zip(parameters, *both, strict=True):
+                parameter.grad = (a + b) / 2
+        else:
+            with common.autocast(run.precision, device):
+                loss = model.loss(x, y)
+            optimizer.zero_grad()
+            loss.backward()
         optimizer.step()
         report(step)
         if step not in run.checkpoints:
             continue
 
-        loss.item()  # a GPU must have done the work before the clock is read
+        parameters[0].sum().item()  # a GPU must have done the work before the clock is read
         state |= {"step": step, "seconds": state["seconds"] + time.perf_counter() - start}
         state["val_losses"].append(validation_loss(model, val_data, run))
         if not math.isfinite(state["val_losses"][-1]):
@@ -177,6 +192,7 @@ def train(run: Run, path: Path, train_data, val_data, report=lambda step: None) 
             state = {key: state[key] for key in ("step", "val_losses", "seconds", "peak")}
         save_state(path, state)
         start = time.perf_counter()
+    pool.shutdown()
     return state
 
 
@@ -195,13 +211,15 @@ def threads_of_models(cpus: int, jobs: int | None = None) -> list[int]:
     return threads
 
 
-def work(queue, finished, corpus: Path | None, device: str, steps_done) -> None:
-    """One process: take the next run until there is none."""
+def work(queue, finished, corpus: Path | None, device: str, steps_done, leavers) -> None:
+    """One process: take the next run until there is none, and leave its cores to the others."""
     text, _ = common.read_corpus(corpus)
     train_data, val_data = (data.to(device) for data in common.split_corpus(text, T))
     for index, run, path in iter(queue.get, None):
-        state = train(run, path, train_data, val_data, partial(steps_done.__setitem__, index))
+        report = partial(steps_done.__setitem__, index)
+        state = train(run, path, train_data, val_data, report, idle=lambda: leavers.value > 0)
         finished.put((index, state))
+    leavers.value += 1
 
 
 def train_all(runs: list[Run], folder: Path, corpus: Path | None, jobs: int) -> list[dict]:
@@ -219,14 +237,14 @@ def train_all(runs: list[Run], folder: Path, corpus: Path | None, jobs: int) -> 
         queue.put(job)
     for _ in range(jobs):
         queue.put(None)
-    steps_done = spawn.Array("q", done, lock=False)
+    steps_done, leavers = spawn.Array("q", done, lock=False), spawn.Value("q", 0, lock=False)
     step_flops = [B * T * flops_per_token(run.d, run.L) for run in runs]
 
     def flops(steps):
         return int(np.dot(step_flops, steps))
 
     with tqdm(total=flops(ends), initial=flops(done), unit="FLOP", unit_scale=True, mininterval=1) as bar:
-        arguments = (queue, finished, corpus, runs[0].device, steps_done)
+        arguments = (queue, finished, corpus, runs[0].device, steps_done, leavers)
         processes = {f"training process {i + 1}": arguments for i in range(jobs)}
         common.run_processes(work, processes, tick=lambda: bar.update(flops(steps_done) - bar.n))
     states = dict(finished.get() for _ in runs)
@@ -302,8 +320,8 @@ def analyse(runs: list[Run], states: list[dict]) -> dict:
         peak = max(s["peak"] for r, s in zip(runs, states, strict=True) if r.threads == run.threads)
         if rate > peak:
             raise CheckFailed(f"d={run.d}, L={run.L}: {rate:.3g} FLOP/s beat the matmul peak, {peak:.3g}")
-        model = {"N": N, "d": run.d, "L": run.L, "threads": run.threads, "counted_flops_per_token": counted}
-        model |= {"flops_per_second": rate, "matmul_peak": peak}
+        model = {"N": N, "d": run.d, "L": run.L, "counted_flops_per_token": counted}
+        model |= {"threads": run.threads, "halves": run.halves, "flops_per_second": rate, "matmul_peak": peak}
         model["checkpoints"] = [
             {"step": s, "C": 6 * N * D, "D": D, "val_loss": loss} for s, D, loss in points
         ]
@@ -327,7 +345,8 @@ def show(results: dict) -> None:
     for m in results["runs"]:
         N, counted, rate, peak = m["N"], m["counted_flops_per_token"], m["flops_per_second"], m["matmul_peak"]
         print(f"    {N:>9,}  {counted:>10,}  {6 * N:>10,}  {counted / 6 / N:>5.2f}", end="")
-        print(f"  {rate / 1e9:>7,.0f}  {peak / 1e9:>6,.0f}  {rate / peak:>5.0%}  {m['threads']:>7}")
+        print(f"  {rate / 1e9:>7,.0f}  {peak / 1e9:>6,.0f}  {rate / peak:>5.0%}  {m['threads']:>7}", end="")
+        print(" (twice as many once others are done)" if m["halves"] else "")
     print("  6N leaves out the head (6Vd) and the attention scores (12LTd), which grow with d while N grows")
     print("  with d^2: the smaller the model, the larger their share. Small matmuls also fill a core less.")
 
@@ -395,7 +414,10 @@ def main():
     steps, val_batches = args.steps or (40 if args.quick else STEPS), 5 if args.quick else VAL_BATCHES
     checkpoints = tuple(sorted({max(1, round(c * steps / STEPS)) for c in CHECKPOINTS}))
     same = (checkpoints, val_batches, args.seed, precision, device.type, hashlib.sha256(text).hexdigest())
-    plan = [Run(d, L, threads[min(i, len(threads) - 1)], *same) for i, (d, L) in enumerate(MODELS[::-1])]
+    # The largest model outlasts the others, but not on a matrix unit, where half batches are slow besides.
+    halves = [len(threads) > 1 and precision != "bf16"] + [False] * 4
+    threads_of = [*threads, *threads[-1:] * 4]
+    plan = [Run(d, L, threads_of[i], halves[i], *same) for i, (d, L) in enumerate(MODELS[::-1])]
     exact = replace(plan[-1], precision="fp32", checkpoints=checkpoints[:3])  # what does the precision move?
     *states, reference = train_all([*plan, exact], folder, args.corpus, len(threads))
 

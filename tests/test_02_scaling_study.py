@@ -132,7 +132,7 @@ def test_the_numbers_of_the_source_give_its_tables():
 
 # Training
 def tiny_run(**changes):
-    run = study.Run(16, 1, 1, (2, 5, 8), 2, 7, "fp32", "cpu", "sha")
+    run = study.Run(16, 1, 1, False, (2, 5, 8), 2, 7, "fp32", "cpu", "sha")
     return replace(run, **changes)
 
 
@@ -148,10 +148,12 @@ def train(run, path, stop_at=None):
     return study.train(run, path, *common.split_corpus(TEXT, study.T), report)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+@pytest.mark.parametrize(
+    ("precision", "halves"), [("fp32", False), ("fp32", True), ("tf32", True), ("bf16", False)]
+)
 @pytest.mark.parametrize("stops", [(1,), (4, 7), (3, 8)])
-def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path, stops, precision):
-    run = tiny_run(precision=precision)
+def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path, stops, precision, halves):
+    run = tiny_run(precision=precision, halves=halves)
     whole = train(run, tmp_path / "whole")
     longer = replace(run, checkpoints=(2, 5, 8, 9))  # so that the weights at step 8 are kept
     for path, where in (("straight", ()), ("pieces", stops)):
@@ -164,6 +166,17 @@ def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path, stop
     assert len(whole["val_losses"]) == 3 and all(map(math.isfinite, whole["val_losses"]))
     for key in straight["model"]:
         assert torch.equal(straight["model"][key], pieces["model"][key])
+
+
+def test_half_batches_give_the_same_bits_side_by_side_and_in_turn(tmp_path):
+    data = common.split_corpus(TEXT, study.T)
+    run, turns = tiny_run(d=64, L=2, halves=True), iter([False, True] * 4)
+    in_turn = study.train(run, tmp_path / "in turn", *data)
+    side_by_side = study.train(run, tmp_path / "side by side", *data, idle=lambda: True)
+    mixed = study.train(run, tmp_path / "mixed", *data, idle=lambda: next(turns))
+    whole = study.train(replace(run, halves=False), tmp_path / "whole", *data)
+    assert in_turn["val_losses"] == side_by_side["val_losses"] == mixed["val_losses"]
+    assert in_turn["val_losses"] == pytest.approx(whole["val_losses"], abs=1e-4)
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path):
@@ -188,7 +201,15 @@ def test_a_damaged_state_is_set_aside(tmp_path, damage, capsys):
 
 
 def test_other_arguments_are_kept_apart(tmp_path):
-    others = {"d": 20, "L": 2, "threads": 2, "checkpoints": (2, 5), "val_batches": 1, "seed": 8}
+    others = {
+        "d": 20,
+        "L": 2,
+        "threads": 2,
+        "halves": True,
+        "checkpoints": (2, 5),
+        "val_batches": 1,
+        "seed": 8,
+    }
     others |= {"precision": "bf16", "device": "cuda", "corpus": "other", "torch": "3.0"}
     assert set(others) == set(asdict(tiny_run()))
     paths = {tiny_run().path(tmp_path)} | {tiny_run(**{k: v}).path(tmp_path) for k, v in others.items()}
