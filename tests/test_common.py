@@ -193,13 +193,14 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="JSON"):
         common.save_json(path, {"a": math.nan})
 
-    def disk_full(descriptor):
+    def disk_full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", disk_full)
-    with pytest.raises(OSError, match="No space"):
-        common.save_json(path, {"a": 2})
-    assert json.loads(path.read_text()) == {"a": 1} and os.listdir(tmp_path) == ["results.json"]
+    for step in ("fsync", "replace"):
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+            patch.setattr(os, step, disk_full)
+            common.save_json(path, {"a": 2})
+        assert json.loads(path.read_text()) == {"a": 1} and os.listdir(tmp_path) == ["results.json"]
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
