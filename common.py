@@ -21,6 +21,7 @@ import sysconfig
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from datetime import date
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -234,26 +235,33 @@ def measure(function, device: torch.device, repeats: int = 15) -> float:
     return statistics.median(seconds[2:])
 
 
+def cgroup_limits(controller: str, version_2: tuple, version_1: tuple, root: Path = Path("/")):
+    """For each level of this process's cgroups that has the files: the numbers in them. "max" is no limit."""
+    groups, top = root / "proc/self/cgroup", root / "sys/fs/cgroup"
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        _, controllers, path = line.split(":", 2)  # version 2 "0::/path", version 1 "4:cpu,cpuacct:/path"
+        if controllers and controller not in controllers.split(","):
+            continue
+        group = top / (controller if controllers else "") / path.lstrip("/")
+        files = version_1 if controllers else version_2
+        for folder in (group, *group.parents):  # a container may be told the host's path: try those above
+            try:
+                numbers = [int(n) for file in files for n in (folder / file).read_text().split()]
+            except (OSError, ValueError):  # no such file; or "max 100000": no limit at this level
+                continue
+            if numbers:
+                yield numbers
+
+
 def usable_cpus(root: Path = Path("/")) -> int:
     """Cores this process may use: its affinity, cut to its cgroups' CPU quota, rounded down; at least 1.
 
     In a container `os.cpu_count()` shows the host's cores; threads beyond the quota are throttled, not run.
     """
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    groups, top = root / "proc/self/cgroup", root / "sys/fs/cgroup"
-    for line in groups.read_text().splitlines() if groups.exists() else ():
-        _, controllers, path = line.split(":", 2)  # version 2 "0::/path", version 1 "4:cpu,cpuacct:/path"
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        group = top / ("cpu" if controllers else "") / path.lstrip("/")
-        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
-        for folder in (group, *group.parents):  # a container may be told the host's path: try those above
-            try:
-                quota, period = map(int, " ".join((folder / file).read_text() for file in files).split())
-            except (OSError, ValueError):  # no such file; or "max 100000": no limit at this level
-                continue
-            cpus = min(cpus, quota // period) if quota > 0 else cpus
-    return max(1, cpus)
+    files = ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    quotas = [quota // period for quota, period in cgroup_limits("cpu", *files, root) if quota > 0]
+    return max(1, min([cpus, *quotas]))
 
 
 def machine(device: torch.device) -> dict:
@@ -274,7 +282,33 @@ def header(device: torch.device, precision: str, reason: str, threads: int, seed
     return f"{first} | seed {seed}\n{precision}: {reason} | Python {m['python']} | {m['date']}"
 
 
-# %% Saving
+# %% Printing and saving
+@dataclass(frozen=True)
+class Table:
+    """Columns to print, records to save. `head` and `formats` are split at "|"; a None prints as "-"."""
+
+    title: str
+    head: str
+    formats: str
+    rows: list[tuple]
+    notes: str = ""
+
+    def records(self) -> list[dict]:
+        """A dictionary a row, numbers unrounded."""
+        return [dict(zip(self.head.split("|"), row, strict=True)) for row in self.rows]
+
+    def __str__(self):
+        formats, lines = self.formats.split("|"), [self.head.split("|")]
+        for row in self.rows:
+            lines.append(["-" if x is None else format(x, f) for x, f in zip(row, formats, strict=True)])
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = [self.title]
+        for first, *others in lines:  # the first column to the left, the others to the right
+            cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+            text.append("  ".join(["", first.ljust(widths[0]), *cells]).rstrip())
+        return "\n".join([*text, *(f"  {line}" for line in self.notes.splitlines())])
+
+
 def writable(folder: Path) -> Path:
     """`folder`, made if need be. Raises BadInput, before any work, if it cannot be written to."""
     try:
@@ -301,6 +335,14 @@ def write(path: Path, data: bytes) -> None:
 def save_json(path: Path, results: dict) -> None:
     """Raises ValueError on NaN and infinity: neither is a result."""
     write(path, (json.dumps(results, indent=1, allow_nan=False) + "\n").encode())
+
+
+def save_results(args, device: torch.device, results: dict, tables: list[Table] = ()) -> None:
+    """NAME.json in the output folder: results, each table by its title, the machine and the arguments."""
+    results |= {table.title.rstrip(":"): table.records() for table in tables}
+    results |= {"machine": machine(device)}
+    results |= {"args": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}}
+    save_json(args.out / f"{Path(sys.argv[0]).stem}.json", results)
 
 
 def save_figure(path: Path, figure) -> None:
