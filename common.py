@@ -12,6 +12,7 @@ import json
 import math
 import multiprocessing
 import os
+import pickle
 import platform
 import re
 import signal
@@ -275,11 +276,13 @@ def machine(device: torch.device) -> dict:
     return {"cpu": names[0], "usable_cpus": usable_cpus(), "gpu": gpu, **versions, "date": f"{date.today()}"}
 
 
-def header(device: torch.device, precision: str, reason: str, threads: int, seed: int) -> str:
+def header(
+    device: torch.device, precision: str, reason: str, threads: int, seed: int, ranks: str = ""
+) -> str:
     """The first lines that a script prints."""
     m = machine(device)
     first = f"{device.type}: {m['gpu'] or m['cpu']} | {precision} | torch {m['torch']} | {threads} threads"
-    return f"{first} | seed {seed}\n{precision}: {reason} | Python {m['python']} | {m['date']}"
+    return f"{first}{ranks} | seed {seed}\n{precision}: {reason} | Python {m['python']} | {m['date']}"
 
 
 # %% Printing and saving
@@ -377,9 +380,12 @@ def run_processes(target, jobs: dict[str, tuple], tick=lambda: None) -> None:
         while alive:
             ended = wait([process.sentinel for process in alive], timeout=0.1)
             tick()
-            for process in [p for p in alive if p.sentinel in ended]:
+            ended = [process for process in alive if process.sentinel in ended]
+            for process in ended:
                 process.join()
                 alive.remove(process)
+            # One that has lost its peer ends with 1: the one to name is the other.
+            for process in sorted(ended, key=lambda process: process.exitcode == 1):
                 if code := process.exitcode:
                     cause = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
                     raise CheckFailed(f"{process.name} died ({cause}); the others were stopped")
@@ -412,20 +418,29 @@ def choose_backend(device: torch.device, local_ranks: int) -> tuple[str, str]:
     return "gloo", f"{gpus} GPUs for {local_ranks} ranks"
 
 
-def launch(worker, ranks: int, device: torch.device, *args) -> None:
-    """Run `worker(rank, world, device, *args)` on `ranks` new processes, or in the ranks that torchrun made.
-
-    In there the default process group is up, `device` is the rank's own, its threads are its share of cores.
-    """
+def torchrun() -> tuple[int, int, int, int] | None:
+    """(rank, world, local rank, ranks of this machine) if torchrun started this process, else None."""
     if "RANK" not in os.environ:
-        # The kernel picks the store's port, and this process keeps it: nobody can take it in between.
-        store = _store(0, is_master=True, wait_for_workers=False)
-        jobs = {f"rank {r}": (worker, r, ranks, r, ranks, device, store.port, args) for r in range(ranks)}
-        return run_processes(_rank, jobs)
+        return None
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if missing := [name for name in names if name not in os.environ]:
         raise BadInput(f"RANK is set but {', '.join(missing)} is not: start under torchrun, or unset RANK")
-    _rank(worker, *(int(os.environ[name]) for name in names[:4]), device, None, args)
+    return tuple(int(os.environ[name]) for name in names[:4])
+
+
+def launch(worker, ranks: int, device: torch.device, *args):
+    """Run `worker(rank, world, device, *args)` on `ranks` new processes, or in the ranks that torchrun made.
+
+    In there the default process group is up, `device` is the rank's own, its threads are its share of cores.
+    Returns what rank 0 returned, and None in the other ranks of torchrun.
+    """
+    if here := torchrun():
+        return _rank(worker, *here, device, None, args)
+    # The kernel picks the store's port, and this process keeps it: nobody can take it in between.
+    store = _store(0, is_master=True, wait_for_workers=False)
+    jobs = {f"rank {r}": (worker, r, ranks, r, ranks, device, store.port, args) for r in range(ranks)}
+    run_processes(_rank, jobs)
+    return pickle.loads(store.get("result"))
 
 
 def _store(port: int, **options):
@@ -438,8 +453,13 @@ def _rank(worker, rank, world, local_rank, local_world, device, port, args):
     device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if world == local_world:  # one machine: whatever its name resolves to does no harm
+    if world == local_world or os.environ["MASTER_ADDR"] in ("127.0.0.1", "::1", "localhost"):
+        # One machine: whatever its name resolves to, if it does, is not asked.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    dist.init_process_group(backend, store=port and _store(port), rank=rank, world_size=world)
-    worker(rank, world, device, *args)
+    store = port and _store(port)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    result = worker(rank, world, device, *args)
     dist.destroy_process_group()  # not after an exception: we would wait for peers that wait for us
+    if store and rank == 0:
+        store.set("result", pickle.dumps(result))
+    return result if rank == 0 else None

@@ -250,10 +250,10 @@ def wait_until(condition, seconds=30):
 
 
 def test_launch_makes_ranks(tmp_path):
-    common.launch(workers.all_reduce, 3, CPU, tmp_path)
+    returned = common.launch(workers.all_reduce, 3, CPU, tmp_path)
     threads = max(1, common.usable_cpus() // 3)
     seen = [(tmp_path / f"rank{r}").read_text() for r in range(3)]
-    assert seen == [f"{r} 3 7 gloo {threads}" for r in range(3)]
+    assert seen == [f"{r} 3 7 gloo {threads}" for r in range(3)] and returned == seen[0]
 
 
 def test_launch_joins_the_ranks_of_torchrun(tmp_path):

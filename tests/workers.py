@@ -32,6 +32,7 @@ def all_reduce(rank, world, device, folder):
     dist.all_reduce(total)
     seen = f"{rank} {world} {int(total)} {dist.get_backend()} {torch.get_num_threads()}"
     (Path(folder) / f"rank{rank}").write_text(seen)
+    return seen
 
 
 def die(rank, world, device, victim):
