@@ -24,6 +24,7 @@ Notation (example)
 
 import copy
 import os
+import threading
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -448,6 +449,9 @@ def worker(rank, world, device, seed: int, quick: bool) -> list:
         lambda: same_curve(model, data, 10 if quick else STEPS, seed),
         lambda: scaling(large, x, y, device),
     )
+    tqdm.set_lock(
+        threading.RLock()
+    )  # its own is a semaphore of the system: a killed rank would leave it behind
     return [section() for section in tqdm(sections, leave=False, disable=rank > 0)], states
 
 

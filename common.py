@@ -453,8 +453,9 @@ def _rank(worker, rank, world, local_rank, local_world, device, port, args):
     device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if world == local_world or os.environ["MASTER_ADDR"] in ("127.0.0.1", "::1", "localhost"):
-        # One machine: whatever its name resolves to, if it does, is not asked.
+    if world == local_world:  # one machine: what its name resolves to, if to anything, does not matter
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+    if os.environ["MASTER_ADDR"] in ("127.0.0.1", "::1", "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     store = port and _store(port)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)

@@ -1,6 +1,7 @@
 """Numbered scripts cannot be imported by name: `load_script` does it. The rest runs them as a user would."""
 
 import importlib.util
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -50,6 +51,42 @@ def processes_with(text: str) -> list[int]:
         except OSError:
             pass
     return found
+
+
+class Ranks:
+    """Four processes that play ranks, case after case: `ranks(world, script, function of workers, ...)`."""
+
+    def __init__(self):
+        self.store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        spawn = multiprocessing.get_context("spawn")
+        self.case, self.pipes = 0, []
+        for rank in range(4):
+            ours, theirs = spawn.Pipe()
+            serve = importlib.import_module("workers").serve
+            spawn.Process(target=serve, args=(rank, self.store.port, theirs), daemon=True).start()
+            self.pipes.append(ours)
+
+    def __call__(self, world: int, script: str, function: str, *args) -> list:
+        """What each of `world` ranks returned; raises what the first of them raised."""
+        self.case += 1
+        for pipe in self.pipes[:world]:
+            pipe.send((self.case, world, script, function, args))
+        results = []
+        for pipe in self.pipes[:world]:
+            assert pipe.poll(60), f"{function}: a rank does not answer"
+            results.append(pipe.recv())
+        for kind, result in results:
+            if kind == "raised":
+                raise result
+        return [result for _, result in results]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pool = Ranks()
+    yield pool
+    for pipe in pool.pipes:
+        pipe.send(None)
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """Functions that new processes can import by name. Under torchrun: `workers.py FOLDER`."""
 
+import functools
 import os
 import sys
 import time
@@ -9,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
+from conftest import load_script
 
 import common
 
@@ -41,6 +43,109 @@ def die(rank, world, device, victim):
         os._exit(86)
     dist.all_reduce(torch.ones(1))
     time.sleep(3600)
+
+
+def serve(rank, port, pipe):
+    """A rank of the pool: for each case join a group of its size, call, and send back what came out."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port)
+    for case, world, script, function, args in iter(pipe.recv, None):
+        prefix = dist.PrefixStore(f"case {case}", store)
+        dist.init_process_group("gloo", store=prefix, rank=rank, world_size=world)
+        try:
+            pipe.send(("returned", globals()[function](loaded(script), *args)))
+        except Exception as error:
+            pipe.send(("raised", error))
+        dist.destroy_process_group()
+
+
+@functools.cache
+def loaded(script):
+    return load_script(script)
+
+
+# Cases of 06_data_parallel
+def ring(script, sizes, dtype, seed):
+    """(the sum by the ring, by the library, bytes sent) for each size; whole numbers, so no rounding."""
+    results = []
+    for size in sizes:
+        generator = torch.Generator().manual_seed(seed + dist.get_rank())
+        ours = torch.randint(-50, 50, (size,), generator=generator).to(dtype)
+        library = ours.clone()
+        dist.all_reduce(library)
+        sent = script.ring_all_reduce(ours)
+        results.append((ours.numpy(), library.numpy(), sent))
+    return results
+
+
+def ring_of_large_floats(script, numbers):
+    """The largest difference to the library over the world's sum, for a message of many bytes."""
+    ours = torch.randn(numbers, generator=torch.Generator().manual_seed(dist.get_rank()))
+    library, size = ours.clone(), ours.abs()
+    dist.all_reduce(library)
+    dist.all_reduce(size)
+    sent = script.ring_all_reduce(ours)
+    return ((ours - library).abs() / size).max().item(), sent
+
+
+def ring_of_a_view(script):
+    """A transposed matrix is refused; its contiguous copy gives the sum."""
+    x = torch.arange(12.0).view(3, 4) * (dist.get_rank() + 1)
+    try:
+        script.ring_all_reduce(x.t())
+    except ValueError as error:
+        copy = x.t().contiguous()
+        script.ring_all_reduce(copy)
+        return str(error), copy.numpy()
+
+
+def holdings(script):
+    return script.who_holds_what(torch.device("cpu"))
+
+
+def gradients(script, counts, lengths, seed):
+    """(token-weighted, mean of means, big batch) gradients, sequences dealt out as `counts` says."""
+    torch.manual_seed(seed)
+    model, T = script.GPT(8, 1, T=8), 8
+    x, y = (torch.randint(0, 256, (len(lengths), T)) for _ in range(2))
+    y[torch.arange(T) >= torch.tensor(lengths)[:, None]] = -100
+    start = sum(counts[: dist.get_rank()])
+    mine = slice(start, start + counts[dist.get_rank()])
+    weighted = script.token_weighted_gradient(model, x[mine], y[mine])
+    naive = script.mean_of_means_gradient(model, x[mine], y[mine])
+    return [g.double().numpy() for g in (weighted, naive, script.big_batch_gradient(model, x, y))]
+
+
+def accumulated(script, way):
+    """(error against the big batch, all-reduces, spread over the ranks)."""
+    torch.manual_seed(0)
+    model, B = script.GPT(8, 1, T=8), script.MICRO_STEPS * dist.get_world_size()
+    x, y = (torch.randint(0, 256, (B, 8)) for _ in range(2))
+    gradient, count = script.accumulate(model, script.shard(x), script.shard(y), way)
+    error = script.relative_error(gradient, script.big_batch_gradient(model, x, y))
+    return error, count, script.spread(gradient)
+
+
+def curves(script, steps):
+    torch.manual_seed(0)
+    model = script.GPT(8, 1)
+    data = (torch.arange(2000) % 7).to(torch.uint8)  # to be learnt in a few steps
+    return [script.train(model, data, steps, 0, together) for together in (True, False)]
+
+
+def averaged(script):
+    """Gradients averaged one by one and in a row, a parameter without a gradient among them."""
+    torch.manual_seed(dist.get_rank())
+    results = []
+    for average in (script.average_gradients, script.average_gradients_flat):
+        model, log = torch.nn.Linear(3, 2), []
+        model.weight.grad = torch.full((2, 3), float(dist.get_rank()))
+        model.bias.grad = torch.full((2,), 1.0)
+        if average is script.average_gradients_flat and dist.get_rank() == 0:
+            model.bias.grad = None
+        average(model, log)
+        results.append((model.weight.grad.numpy(), model.bias.grad.numpy(), [size for size, _ in log]))
+    return results
 
 
 if __name__ == "__main__":
