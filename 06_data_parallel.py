@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["torch>=2.6", "numpy>=1.26", "matplotlib>=3.8", "tqdm>=4.66"]
+# dependencies = ["torch>=2.6", "matplotlib>=3.8", "tqdm>=4.66"]
 # ///
 """How do several ranks train one model, and why is that the same as one rank with the whole batch?
 
@@ -12,7 +12,7 @@ takes the same step. You will see
   - four ways to get a different gradient without an error message;
   - 50 steps on all ranks and on one follow the same losses, and what 1, 2, 4 ranks gain on this machine.
 
-    python 06_data_parallel.py                                        four ranks, about half a minute
+    python 06_data_parallel.py                                        four ranks, half a minute on two cores
     python 06_data_parallel.py --quick                                the same in miniature
     torchrun --standalone --nproc-per-node 4 06_data_parallel.py      in torchrun's ranks
     torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --nproc-per-node 2 06_data_parallel.py

@@ -43,6 +43,12 @@ def test_intensities_of_the_source():
     assert ridges == [153, 295, 206, 281]
 
 
+def test_bf16_is_twice_tf32_and_16_times_fp32():
+    a100, h100 = roofline.GPUS["A100"], roofline.GPUS["H100"]
+    assert a100["bf16"] / a100["fp32"] == 16 and a100["bf16"] / a100["tf32"] == 2
+    assert 2 * h100["tf32"] == pytest.approx(h100["bf16"], rel=1e-3) and h100["fp8"] == pytest.approx(1979)
+
+
 def test_normalisations_counted_by_hand():
     class Number(float):  # counts what is done to it
         done = 0
@@ -201,7 +207,7 @@ def test_memory_is_cut_to_the_cgroup(tmp_path):
 
 # What is timed
 def test_layers_of_the_transformer_fit_the_memory_and_do_what_is_said():
-    memory = roofline.attention_decode(16, 4, 256, 2, 4).bytes
+    memory = roofline.attention_decode(16, 4, 256, 2, 4).bytes  # of 16 sequences, and not of 64
     points = roofline.transformer(256, 4, memory, "fp32", CPU)
     assert {p.name for p in points if p.group == "MLP decode"} == {"B=1", "B=4", "B=16"}
     for p in points:
