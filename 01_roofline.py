@@ -351,9 +351,9 @@ def arithmetic_tables(counted: list[tuple]) -> list[Table]:
         gpus.append((name, *peaks, memory, ridge(name), *gains, gemm, gemm and gemm / gpu["bf16"]))
     title = "a tile of the output loads strips of A and B, and does b / s FLOPs for each byte; in bf16:"
     notes = (
-        f"{b} x {b} float32 sums take {4 * b * b / 1e6:.1f} MB, the registers of an SM hold 0.26 MB. In the\n"
+        f"{b} x {b} float32 sums take {4 * b * b / 1e6:.1f} MB, the registers of an SM hold 0.26 MB. Last\n"
     )
-    notes += "last line 132 SMs do 11 x 12 tiles of 128 at a time: L2 hands each strip to all that need it."
+    notes += "line: 132 SMs do 11 x 12 tiles of 128 at a time, and L2 hands each strip to all that need it."
     sheets = "dense peaks in TFLOP/s, memory in TB/s, ridge of bf16 in FLOP/byte, from data sheets:"
     head = "|fp32|tf32|bf16|fp8|memory|ridge|bf16/fp32|bf16/tf32|best bf16 measured|of the peak"
     return [
@@ -375,8 +375,8 @@ def source_lines(roofs: Roofs, source: Point, faults: int) -> str:
     flops, rate = (r / 1e9 for r in roofs.points[-1].rates)
     length = f"{source.work.flops / 1e6:.0f}M floats"
     lines.append(f"elementwise add, {length}: {rate:.1f} GB/s, {flops:.2f} GFLOP/s (1 FLOP per 12 bytes)")
-    slow = f"{source.rates[1] / 1e9:.1f} GB/s, for it makes a new array and times {faults:,} page faults"
-    return "\n".join([*lines, f"  as x + y, the source's way: {slow}"])
+    why = f", for it makes a new array and times {faults:,} page faults" if faults > 100 else ""
+    return "\n".join([*lines, f"  as x + y, the source's way: {source.rates[1] / 1e9:.1f} GB/s{why}"])
 
 
 def roof_tables(roofs: Roofs, skipped: dict[str, float]) -> list[Table]:
@@ -389,13 +389,12 @@ def roof_tables(roofs: Roofs, skipped: dict[str, float]) -> list[Table]:
         speeds = [p.rates[0] / 1e9 for p in products if p.precision == name]
         peaks.append((name, *speeds, roofs.bandwidth() / 1e9, roofs.ridge(name)))
     title = "matmul, GFLOP/s, in what this machine has units for:"
+    widths = ",|.1f|.1f|.1f"
     head, formats = "|".join(["", *sizes, "DRAM, GB/s", "ridge, FLOP/byte"]), "|.1f" * (len(sizes) + 2)
     notes = [f"{name} skipped: {r:.2f} times the speed of fp32 at small n" for name, r in skipped.items()]
-    fetched = "In place is fastest: an output that is not an input is fetched too, before it is overwritten."
+    fetched = "A CPU fetches the output of add too, before it overwrites it: bytes that are not counted here."
     return [
-        Table(
-            "bandwidth of float32 arrays, GB/s:", "length|read|in place|add", ",|.1f|.1f|.1f", steps, fetched
-        ),
+        Table("bandwidth of float32 arrays, GB/s:", "length|read|in place|add", widths, steps, fetched),
         Table(title, head, formats, peaks, "\n".join(notes)),
     ]
 
