@@ -24,6 +24,7 @@ Notation (example)
 
 import copy
 import os
+import string
 import threading
 import time
 from contextlib import nullcontext
@@ -42,11 +43,15 @@ from common import GPT, CheckFailed, Table, batch
 
 NAME = Path(__file__).stem
 PER_RANK, T = 4, 64  # sequences of a rank, tokens of a sequence
-SMALL, LARGE = (48, 2), (192, 4)  # (d, L): the source's 84,288 parameters; 1,890,048 for what takes time
+SMALL, LARGE = (
+    (48, 2),
+    ((192, 4), (128, 2)),
+)  # (d, L): the source's 84,288 parameters; more for what takes time
 STEPS, LEARNING_RATE = 50, 2e-3  # of the training runs, AdamW
 RING_SIZES = (1001, 84_288, 4_194_304)  # numbers: ragged, the source's gradient, 16 MiB
 BUCKET = 1  # MiB: DistributedDataParallel's default of 25 would hold all of our gradient in one bucket
 MICRO_STEPS = 4  # micro-batches whose gradients are accumulated
+NAMES = string.digits + string.ascii_letters  # of the ranks, in the picture of the ring
 EPS = torch.finfo(torch.float32).eps
 ERROR_BOUND = 1e-5  # of a gradient, over its largest value: rounding gives 1e-7, a wrong factor 1e-1
 LOSS_BOUND = 1e-5  # nats: a loss near 5 is rounded by 5e-7, and the steps carry that on
@@ -155,7 +160,9 @@ def who_holds_what(device) -> list[list[list[str]]]:
         everyone = [torch.empty_like(buffer) for _ in range(world)]
         dist.all_gather(everyone, buffer)
         sums = torch.stack(everyone).long().tolist()
-        states.append([["".join(f"{r:x}" for r in range(world) if s >> r & 1) for s in row] for row in sums])
+        states.append(
+            [["".join(NAMES[r % 62] for r in range(world) if s >> r & 1) for s in row] for row in sums]
+        )
 
     snapshot()
     ring_all_reduce(buffer, snapshot)
@@ -209,8 +216,8 @@ def ring_against_library(sizes, device, seed: int) -> Table:
         theirs = 1e3 * seconds(lambda library=library: dist.all_reduce(library), device)
         rows.append((n, buffer.nbytes, sent.item() / world, expected / world, ring, theirs, ring / theirs))
     title = f"a ring by hand; a rank sends 2 (n-1)/n = {2 * (world - 1) / world:.4g} times the buffer:"
-    head = "numbers|bytes|sent by a rank|predicted|ring, ms|library, ms|ring/library"
-    return Table(title, head, ",|,|,.0f|,.0f|.2f|.2f|.2f", rows)
+    head = "numbers|bytes|sent, mean of ranks|predicted|ring, ms|library, ms|ring/library"
+    return Table(title, head, ",|,|,.1f|,.1f|.2f|.2f|.2f", rows)
 
 
 # %% 3. One all-reduce a parameter, one for all, and buckets that leave during backward
@@ -245,7 +252,7 @@ def ways_to_average(model, x, y, device) -> Table:
     expected, x, y, log, rows = big_batch_gradient(model, x, y), shard(x), shard(y), [], []
     plain, wrapped = copy.deepcopy(model), distributed(model, log)
     ways = {
-        "backward, no all-reduce": (plain, lambda: None),
+        "no all-reduce": (plain, lambda: None),
         "an all-reduce a parameter": (plain, lambda: average_gradients(plain, log)),
         "one all-reduce for all": (plain, lambda: average_gradients_flat(plain, log)),
         "DistributedDataParallel": (wrapped, lambda: None),  # averages during backward
@@ -265,10 +272,15 @@ def ways_to_average(model, x, y, device) -> Table:
         alone = rows[0][3] if rows else ms
         rows.append((name, len(left), sum(size for size, _ in left) / 1e6, ms, ms - alone, error))
     times = ", ".join(f"{1e3 * (at - start):.0f}" for _, at in left)
-    notes = f"DDP's buckets left {times} ms after the step began, all but the last during backward."
+    notes = (
+        f"DDP's buckets left {times} ms after the step began; backward had its last gradient with the last."
+    )
     if device.type == "cpu":
         notes += "\nOn shared cores that gains little: none is idle that could send while the others compute."
-    title, head = "averaging the gradient of a larger model:", "|all-reduces|MB|ms|beyond backward, ms|error"
+    title, head = (
+        "averaging the gradient of a larger model:",
+        "|all-reduces|MB|ms a step|for averaging, ms|error",
+    )
     return Table(title, head, "||.2f|.1f|.1f|.0e", rows, notes)
 
 
@@ -313,7 +325,7 @@ def spread(tensor: torch.Tensor) -> float:
     return extremes.sum(0).max().item()
 
 
-def drift(model, x, y, steps: int = 10) -> float:
+def drift(model, x, y, steps: int) -> float:
     """How far the ranks' weights are apart after some steps with averaged gradients."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
@@ -325,7 +337,7 @@ def drift(model, x, y, steps: int = 10) -> float:
     return spread(torch.cat([p.detach().flatten() for p in model.parameters()]))
 
 
-def traps(model, x, y, data, seed: int) -> Table:
+def traps(model, x, y, seed: int) -> Table:
     """What goes wrong, and right, as numbers; x, y: the whole batch."""
     mine, expected = (shard(x), shard(y)), big_batch_gradient(model, x, y)
     few, many = torch.full((10,), 1.0), torch.full((100,), 2.0)
@@ -346,12 +358,13 @@ def traps(model, x, y, data, seed: int) -> Table:
     gradient, _ = accumulate(model, *mine, "flag after forward")
     rows.append(("the same by a flag, set after forward: error", relative_error(gradient, expected), right))
 
-    same = batch(data, PER_RANK, T, torch.Generator().manual_seed(seed))
-    errors = [relative_error(mean_of_means_gradient(model, *some), expected) for some in (same, mine)]
+    first = x[:PER_RANK], y[:PER_RANK]
+    errors = [relative_error(mean_of_means_gradient(model, *some), expected) for some in (first, mine)]
     rows.append(("all ranks draw the same sequences: error", *errors))
     torch.manual_seed(seed + dist.get_rank())
-    apart, together = (drift(some, *mine) for some in (GPT(*SMALL).to(x.device), model))
-    rows.append(("own initial weights: spread after 10 steps", apart, together))
+    for steps in (0, 10):
+        apart = [drift(start, *mine, steps) for start in (GPT(*SMALL).to(x.device), model)]
+        rows.append((f"own initial weights: spread after {steps} steps", *apart))
     for name, _, right in rows:
         if "error" in name or "spread" in name:
             check(name, right, ERROR_BOUND)
@@ -406,7 +419,7 @@ def scaling(model, x, y, device) -> Table:
         backward(n)
         dist.all_reduce(flat_gradient(model), group=group)
 
-    for n in [2**k for k in range(world.bit_length())]:
+    for n in sorted({world, *(2**k for k in range(world.bit_length()))}):
         group = dist.new_group(range(n))
         if rank < n:
             own = common.measure(partial(backward, n), device, 7) if rank == 0 else 0.0
@@ -437,7 +450,7 @@ def worker(rank, world, device, seed: int, quick: bool) -> list:
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     started = max(spread(x.float()), spread(weights))
     check("text and weights of the ranks (do all run one Python?)", started, 0)
-    large = GPT(*(SMALL if quick else LARGE)).to(device)
+    large = GPT(*LARGE[quick]).to(device)
     sizes = [max(1, world - 1), *RING_SIZES[: 2 if quick else 3]]
     states = who_holds_what(device)
     sections = (
@@ -445,7 +458,7 @@ def worker(rank, world, device, seed: int, quick: bool) -> list:
         lambda: picture(states),
         lambda: ring_against_library(sizes, device, seed),
         lambda: ways_to_average(large, x, y, device),
-        lambda: traps(model, x, y, data, seed),
+        lambda: traps(model, x, y, seed),
         lambda: same_curve(model, data, 10 if quick else STEPS, seed),
         lambda: scaling(large, x, y, device),
     )
@@ -482,10 +495,11 @@ def main():
     args = parser.parse_args()
     device = common.choose_device(args.device)
     rank, world, _, local = common.torchrun() or (0, args.ranks, 0, args.ranks)
+    backend, reason = common.choose_backend(device, local)
+    device = device if backend == "nccl" else torch.device("cpu")
     if rank == 0:
         common.writable(args.out)
         threads = max(1, common.usable_cpus() // local)
-        backend, reason = common.choose_backend(device, local)
         ranks = f" a rank | {world} ranks, {backend} ({reason})"
         print(common.header(device, "fp32", "as rounding is compared", threads, args.seed, ranks), flush=True)
     result = common.launch(worker, args.ranks, device, args.seed, args.quick)

@@ -73,17 +73,20 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--quick", action="store_true", help="every section in about ten seconds")
         self.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
         self.add_argument("--out", default=Path("out"), type=Path, metavar="DIR", help="default: out")
-        self.add_argument("--seed", default=0, type=int)
+        self.add_argument("--seed", default=0, type=natural, help="default: 0")
 
     def error(self, message):
         self.exit(2, f"{self.prog}: {message} (see --help)\n")
 
 
-def positive(text: str) -> int:
-    """argparse type: a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+def natural(text: str, least: int = 0) -> int:
+    """argparse type: a whole number from `least` to what the generators of random numbers take as a seed."""
+    if not (text.isdecimal() and text.isascii() and least <= int(text[:20]) < 2**62):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of at least {least}")
     return int(text)
+
+
+positive = functools.partial(natural, least=1)
 
 
 # %% Corpus and batches
@@ -408,6 +411,10 @@ def _child(target, args):
         target(*args)
     except (CheckFailed, OSError) as error:
         sys.exit(f"{multiprocessing.current_process().name}: {error}")
+    except RuntimeError as error:
+        if "Connection" not in str(error):
+            raise
+        sys.exit(f"{multiprocessing.current_process().name}: lost its connection to another rank")
 
 
 def choose_backend(device: torch.device, local_ranks: int) -> tuple[str, str]:
