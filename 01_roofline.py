@@ -21,6 +21,7 @@ Notation (example)
     b  side of a tile (128)            T  tokens in a sequence (256)    d, h  width, heads (2048, 16)
 """
 
+import itertools
 import math
 import sys
 from collections.abc import Callable
@@ -43,8 +44,9 @@ BATCHES = (1, 4, 16, 64, 256)  # sequences that decode one token each
 BLOCK = 2**18  # float32 numbers, 1 MB: two such blocks stay in a cache
 TOLERANCE = 0.1  # medians of the same work differ by less; a point further above a roof is a fault
 
-# Dense TFLOP/s and TB/s of NVIDIA's data sheets (SXM parts, B200 in an HGX board; None: not looked up).
-# gemm: the best bf16 matmul published as measured, TFLOP/s.
+# Dense TFLOP/s and TB/s of NVIDIA's data sheets: A100 80GB, H100, H200 as SXM modules, B200 in an HGX board.
+# None: an A100 has no FP8; sources differ on the FP32 and TF32 of a B200. gemm: the best bf16 matmul measured
+# for "Machine Learning Engineering" (S. Bekman), TFLOP/s.
 GPUS = {
     "A100": {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp8": None, "memory": 2.039, "gemm": 271},
     "H100": {"fp32": 67, "tf32": 494.7, "bf16": 989, "fp8": 1979, "memory": 3.35, "gemm": 794.5},
@@ -176,7 +178,13 @@ class Point:
     work: Work
     call: Callable
     precision: str = "fp32"
+    footprint: int = 0  # bytes of memory in use, where not those that move: what a cache must hold
     seconds: float = math.nan
+
+    @property
+    def size(self) -> int:
+        """Bytes that a cache must hold to serve it."""
+        return self.footprint or self.work.bytes
 
     @property
     def rates(self) -> tuple[float, float]:
@@ -202,18 +210,22 @@ class Roofs:
 
     def bandwidth(self, working_set: float = math.inf) -> float:
         """B/s: the best stream of at least half so many bytes, as a smaller set is never further away."""
-        streams = {p.work.bytes: p.rates[1] for p in self.points if p.group == "stream"}
-        dram = sorted(streams)[-3]  # read, in place and add of the longest arrays
-        return max(rate for size, rate in streams.items() if size >= min(working_set / 2, dram))
+        streams = [p for p in self.points if p.group == "stream"]
+        dram = min(p.size for p in streams[-3:])  # read, in place and add of the longest arrays
+        return max(p.rates[1] for p in streams if p.size >= min(working_set / 2, dram))
 
     def ridge(self, precision: str) -> float:
         """FLOP/byte, with the bandwidth of the largest arrays: DRAM's."""
         return self.peak(precision) / self.bandwidth()
 
+    def terms(self, point: Point) -> tuple[float, float]:
+        """Seconds of computing at the peak and of moving at the bandwidth of so many bytes."""
+        work, bandwidth = point.work, self.bandwidth(point.size)
+        return work.flops / self.peak(point.precision), work.bytes / bandwidth
+
     def least(self, point: Point) -> float:
-        """Seconds that it takes at the least: the longer of computing and moving."""
-        compute = point.work.flops / self.peak(point.precision)
-        return max(compute, point.work.bytes / self.bandwidth(point.work.bytes))
+        """Seconds that it takes at the least: the longer of the two."""
+        return max(self.terms(point))
 
     def above(self, points: list[Point]) -> list[Point]:
         """Those faster than their roof allows."""
@@ -245,7 +257,7 @@ def streams(lengths, device: torch.device) -> list[Point]:
         a, b, c = x[:n], y[:n], z[:n]
         points += [
             Point("stream", "read", Work(n, 4 * n), partial(torch.sum, a, dim=0, out=total)),
-            Point("stream", "in place", elementwise(n, 4), a.neg_),
+            Point("stream", "in place", elementwise(n, 4), a.neg_, footprint=4 * n),
             Point("stream", "add", elementwise(n, 4, inputs=2), partial(torch.add, a, b, out=c)),
         ]
     return [*points, Point("source", "x + y", points[-1].work, lambda: x + y)]
@@ -264,7 +276,7 @@ def page_faults(call) -> int:
 
 # %% 4. A transformer under them
 def transformer(d: int, T: int, memory: int, precision: str, device: torch.device) -> list[Point]:
-    """MLP, attention and LayerNorm: decode of one token in each of B sequences, prefill of one of T tokens.
+    """MLP, attention and LayerNorm: decode of a token in each of B sequences after T, prefill of 4 T tokens.
 
     Batches whose keys and values take more than `memory` bytes are left out.
     """
@@ -272,15 +284,15 @@ def transformer(d: int, T: int, memory: int, precision: str, device: torch.devic
     s, new = dtype.itemsize, partial(torch.empty, device=device, dtype=dtype)
     batches = [B for B in BATCHES if attention_decode(B, T, d, h, s).bytes <= memory]
     up, down = (new(shape).normal_(std=d**-0.5) for shape in ((4 * d, d), (d, 4 * d)))
-    keys, values = (new(batches[-1], h, T, 128).normal_() for _ in range(2))
+    keys, values = (new(max(4, batches[-1]), h, T, 128).normal_() for _ in range(2))
     scale, shift = new(2, d).uniform_(0.5, 1.5)
 
     def feed_forward(x):
         return F.linear(F.gelu(F.linear(x, up)), down)
 
     def add(phase, name, rows, q, attention):
-        x, k, v = new(rows, d).normal_(), keys[: len(q)], values[: len(q)]
-        causal = phase == "prefill"  # a decoded token sees all keys
+        x, causal = new(rows, d).normal_(), phase == "prefill"  # a decoded token sees all keys
+        k, v = (kv[: rows if phase == "decode" else 4].reshape(len(q), h, -1, 128) for kv in (keys, values))
         attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=causal)
         normalise = partial(F.layer_norm, x, (d,), scale, shift)
         points.append(Point(f"MLP {phase}", name, mlp(rows, d, s), partial(feed_forward, x), precision))
@@ -289,25 +301,29 @@ def transformer(d: int, T: int, memory: int, precision: str, device: torch.devic
 
     for B in batches:
         add("decode", f"B={B}", B, new(B, h, 1, 128).normal_(), attention_decode(B, T, d, h, s))
+    T *= 4
     add("prefill", f"T={T}", T, new(1, h, T, 128).normal_(), attention_prefill(T, d, h, s))
     return points
 
 
 def crossover(points: list[Point]) -> float:
-    """The batch at which MLP decode stops being memory-bound: t(1) is all memory, t(most) all arithmetic."""
-    first, *_, last = (p for p in points if p.group == "MLP decode")
-    return first.seconds / last.seconds * int(last.name.removeprefix("B="))
+    """The batch from which MLP decode is compute-bound: t = a + b B, fitted to all, is twice a there."""
+    decode = [p for p in points if p.group == "MLP decode"]
+    B = np.array([int(p.name.removeprefix("B=")) for p in decode])
+    t = np.array([p.seconds for p in decode])
+    (a, b), *_ = np.linalg.lstsq(np.stack([1 / t, B / t], axis=1), np.ones(len(t)))  # relative errors
+    return float(a / b)
 
 
 # %% 5. Fusion
 def chain(x):
-    """Scale, shift, and clamp from below and above, as ReLU6 does: four elementwise operations."""
-    return (x * 0.5 + 1).clamp(min=0).clamp(max=6)
+    """Scale, shift, and clamp from below and above: four elementwise operations."""
+    return (x * 0.5 + 1).clamp(min=-6).clamp(max=6)
 
 
 def chain_into(out, x):
     """The same in the memory of `out`."""
-    torch.mul(x, 0.5, out=out).add_(1).clamp_(min=0).clamp_(max=6)
+    torch.mul(x, 0.5, out=out).add_(1).clamp_(min=-6).clamp_(max=6)
 
 
 def chain_in_blocks(out, x):
@@ -329,12 +345,13 @@ def fusions(n: int, compiled: bool, device: torch.device) -> tuple[list[Point], 
         except Exception as error:  # no compiler, or none for this Python: there are as many kinds as systems
             told = f"not compiled: {str(error).partition(chr(10))[0][:80]}"
     apart, fused = Work(4 * n, 4 * 8 * n), Work(4 * n, 8 * n)
-    points = [Point("chain", "a new array each", apart, partial(chain, x))]
+    points = [Point("chain", "a new array each", apart, partial(chain, x), footprint=8 * n)]
     for name, way in ways.items():
         way(out.zero_(), x)
         if not torch.equal(out, expected):
             raise CheckFailed(f"{name}: not what the operations give one after the other")
-        points.append(Point("chain", name, apart if name == "in place" else fused, partial(way, out, x)))
+        work = apart if name == "in place" else fused
+        points.append(Point("chain", name, work, partial(way, out, x), footprint=8 * n))
     return points, told
 
 
@@ -354,7 +371,7 @@ def arithmetic_tables(counted: list[tuple]) -> list[Table]:
         f"{b} x {b} float32 sums take {4 * b * b / 1e6:.1f} MB, the registers of an SM hold 0.26 MB. Last\n"
     )
     notes += "line: 132 SMs do 11 x 12 tiles of 128 at a time, and L2 hands each strip to all that need it."
-    sheets = "dense peaks in TFLOP/s, memory in TB/s, ridge of bf16 in FLOP/byte, from data sheets:"
+    sheets = "data sheets: dense peaks in TFLOP/s, memory in TB/s, ridge of bf16 in FLOP/byte:"
     head = "|fp32|tf32|bf16|fp8|memory|ridge|bf16/fp32|bf16/tf32|best bf16 measured|of the peak"
     return [
         Table(title, "tile|FLOP/byte|of an H100's ridge", "|.1f|.2f", tiles, notes),
@@ -379,7 +396,7 @@ def source_lines(roofs: Roofs, source: Point, faults: int) -> str:
     return "\n".join([*lines, f"  as x + y, the source's way: {source.rates[1] / 1e9:.1f} GB/s{why}"])
 
 
-def roof_tables(roofs: Roofs, skipped: dict[str, float]) -> list[Table]:
+def roof_tables(roofs: Roofs, skipped: dict[str, float], cpu: bool) -> list[Table]:
     """Section 3."""
     products, arrays = ([p for p in roofs.points if p.group == group] for group in ("matmul", "stream"))
     rates = [p.rates[1] / 1e9 for p in arrays]
@@ -391,7 +408,10 @@ def roof_tables(roofs: Roofs, skipped: dict[str, float]) -> list[Table]:
     title = "matmul, GFLOP/s, in what this machine has units for:"
     widths = ",|.1f|.1f|.1f"
     head, formats = "|".join(["", *sizes, "DRAM, GB/s", "ridge, FLOP/byte"]), "|.1f" * (len(sizes) + 2)
-    notes = [f"{name} skipped: {r:.2f} times the speed of fp32 at small n" for name, r in skipped.items()]
+    notes = ["tf32 on a CPU: float32 matmuls whose inputs are rounded to bf16"] * (
+        cpu and "tf32" not in skipped
+    )
+    notes += [f"{name} skipped: {r:.2f} times the speed of fp32 at small n" for name, r in skipped.items()]
     fetched = "A CPU fetches the output of add too, before it overwrites it: bytes that are not counted here."
     return [
         Table("bandwidth of float32 arrays, GB/s:", "length|read|in place|add", widths, steps, fetched),
@@ -401,27 +421,49 @@ def roof_tables(roofs: Roofs, skipped: dict[str, float]) -> list[Table]:
 
 def point_tables(roofs: Roofs, layers: list[Point], chains: list[Point], dims: str, told: str) -> list[Table]:
     """Sections 4 and 5: predicted by the roofs, measured, and the ratio."""
-    precision, rows, ways = layers[0].precision, [], []
+    precision, rows, ways, apart = layers[0].precision, [], [], chains[1].seconds
     for p in sorted(layers, key=lambda p: p.group):
-        bound = "compute" if p.work.intensity > roofs.ridge(precision) else "memory"
+        compute, memory = roofs.terms(p)
         times = 1e6 * roofs.least(p), 1e6 * p.seconds, roofs.least(p) / p.seconds
-        rows.append((p.group, p.name, p.work.intensity, bound, *times))
+        rows.append((p.group, p.name, p.work.intensity, "compute" if compute > memory else "memory", *times))
     for p in chains:
         times = 1e3 * roofs.least(p), 1e3 * p.seconds
-        ways.append((p.name, p.work.bytes, *times, p.rates[1] / 1e9, chains[0].seconds / p.seconds))
+        ways.append((p.name, p.work.bytes, *times, p.rates[1] / 1e9, apart / p.seconds))
     predicted = roofs.ridge(precision) * PRECISIONS[precision][0].itemsize / 2
-    call = 1e6 * min(p.seconds for p in roofs.points)
-    batches = f"B = {predicted:.1f} predicted, {crossover(layers):.1f} measured"
-    notes = f"MLP decode does 2 B / s FLOPs a byte: memory-bound below {batches}.\n"
-    notes += "Attention decode always is: each sequence has keys and values of its own.\n"
-    notes += f"The quickest call takes {call:.1f} us: small operations stay far below their roof."
+    first = next(p for p in layers if p.group == "MLP decode")
+    weights, call = first.rates[1] / 1e9, 1e6 * min(p.seconds for p in roofs.points)
+    measured = f"{crossover(layers):.1f} measured"
+    notes = [
+        "Predicted: the longer of FLOPs / peak and bytes / bandwidth, a cache's if one holds them. More than",
+        f"{TOLERANCE:.0%} faster is a fault of the measurement. Where it is slower, the kernel is: at B = 1",
+        f"the MLP gets its weights at {weights:.0f} GB/s, and no call takes less than {call:.1f} us.",
+        f"MLP decode does 2 B / s FLOPs a byte: memory-bound to B = {predicted:.1f} predicted, {measured}.",
+        "Attention decode always is: each sequence has keys and values of its own.",
+    ]
+    title = f"a transformer on it, {precision}, {dims}:"
     head = "|batch|FLOP/byte|bound|predicted, us|measured, us|ratio"
     fused = f"four elementwise operations on {chains[0].work.flops / 4e6:.0f}M floats; {told}:"
-    title = f"a transformer on it, {precision}, {dims}:"
+    slow = "A new array each pays for page faults, as x + y does: fusing is held against doing it in place."
     return [
-        Table(title, head, "||.2f||,.2f|,.2f|.2f", rows, notes),
-        Table(fused, "|bytes|predicted, ms|measured, ms|GB/s|speed-up", "|,|.1f|.1f|.1f|.1f", ways),
+        Table(title, head, "||.2f||,.2f|,.2f|.2f", rows, "\n".join(notes)),
+        Table(fused, "|bytes|predicted, ms|measured, ms|GB/s|speed-up", "|,|.1f|.1f|.1f|.1f", ways, slow),
     ]
+
+
+def label(figure, axes, points: list[Point]) -> None:
+    """Write each point's name at the nearest place around it where it meets no other name or point."""
+    figure.draw_without_rendering()
+    data = [(p.work.intensity, p.rates[0] / 1e9) for p in points]
+    places = axes.transData.transform(data) * 72 / figure.dpi  # in dots, as sizes of letters are
+    taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in places]
+    for p, xy, (x, y) in zip(points, data, places, strict=True):
+        width = 4.5 * len(p.name)
+        for dy, dx in itertools.product(sorted(range(-60, 61, 4), key=abs), (6, -width - 6, -width / 2)):
+            left, right, low, high = x + dx, x + dx + width, y + dy - 4, y + dy + 5
+            if all(right < a or c < left or high < b or d < low for a, b, c, d in taken):
+                break
+        taken.append((left, low, right, high))
+        axes.annotate(p.name, xy, (dx, dy), textcoords="offset points", fontsize=7, va="center")
 
 
 def draw(roofs: Roofs, points: list[Point], gpu_specs: bool):
@@ -440,17 +482,14 @@ def draw(roofs: Roofs, points: list[Point], gpu_specs: bool):
     for name, gpu in GPUS.items() if gpu_specs else ():
         left.plot(x, np.minimum(gpu["bf16"], x * gpu["memory"]) * 1e3, color="gray", lw=1)
         left.text(x[0], x[0] * gpu["memory"] * 1e3, f"{name} bf16", color="gray", ha="right", va="center")
-    sides = (((-6, -3), "right"), ((6, -3), "left"), ((0, 6), "center"), ((0, -12), "center"))
-    kinds = list(dict.fromkeys((p.group.split()[0], p.precision) for p in points))
-    for k, (marker, kind) in enumerate(zip("os^vPDX*<>ph", kinds, strict=False)):
+    kinds = dict.fromkeys((p.group.split()[0], p.precision) for p in points)
+    for marker, kind in zip("os^vPDX*<>ph", kinds, strict=False):
         some = [p for p in points if (p.group.split()[0], p.precision) == kind]
-        places = [(p.work.intensity, p.rates[0] / 1e9) for p in some]
-        left.plot(*zip(*places, strict=True), marker, label=", ".join(kind))
-        for i, (p, place) in enumerate(zip(some, places, strict=True)):
-            offset, side = sides[(i + k) % 4]
-            left.annotate(p.name, place, offset, textcoords="offset points", fontsize=7, ha=side)
+        xs, ys = [p.work.intensity for p in some], [p.rates[0] / 1e9 for p in some]
+        left.plot(xs, ys, marker, label=", ".join(kind))
     left.set(xscale="log", yscale="log", xlim=(0.015 if gpu_specs else 0.04, 2e4))
     left.set(xlabel="arithmetic intensity (FLOP/byte)", ylabel="GFLOP/s")
+    label(figure, left, points)
     left.set_title("Left of its ridge a machine waits for memory, right of it for arithmetic")
     for name in ("read", "in place", "add"):
         some = [p for p in roofs.points if p.name == name]
@@ -514,10 +553,10 @@ def main():
 
     skipped = {name: ratio for name, ratio in ratios.items() if name not in native}
     source_said = source_lines(roofs, source, page_faults(source.call))
-    before, after = arithmetic_tables(counted), roof_tables(roofs, skipped)
+    before, after = arithmetic_tables(counted), roof_tables(roofs, skipped, not gpu)
     after += point_tables(roofs, layers, chains, f"d = {d}, h = {d // 128}, T = {T}", told)
     common.save_results(args, device, {"source": source_said.splitlines()}, [*before, *after])
-    shown = [*(p for p in roofs.points if p.group == "matmul"), roofs.points[-1], *layers]
+    shown = [*(p for p in roofs.points if p.group == "matmul"), roofs.points[-1], *points]
     common.save_figure(args.out / f"{NAME}.png", draw(roofs, shown, args.gpu_specs))
     for part in [*before, source_said, *after]:
         print(f"\n{part}")

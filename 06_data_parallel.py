@@ -12,7 +12,7 @@ takes the same step. You will see
   - four ways to get a different gradient without an error message;
   - 50 steps on all ranks and on one follow the same losses, and what 1, 2, 4 ranks gain on this machine.
 
-    python 06_data_parallel.py                                        four ranks, half a minute on two cores
+    python 06_data_parallel.py                                        four ranks: half a minute, 2.5 GB
     python 06_data_parallel.py --quick                                the same in miniature
     torchrun --standalone --nproc-per-node 4 06_data_parallel.py      in torchrun's ranks
     torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --nproc-per-node 2 06_data_parallel.py
@@ -272,9 +272,7 @@ def ways_to_average(model, x, y, device) -> Table:
         alone = rows[0][3] if rows else ms
         rows.append((name, len(left), sum(size for size, _ in left) / 1e6, ms, ms - alone, error))
     times = ", ".join(f"{1e3 * (at - start):.0f}" for _, at in left)
-    notes = (
-        f"DDP's buckets left {times} ms after the step began; backward had its last gradient with the last."
-    )
+    notes = f"DDP's buckets left {times} ms after it began, the last with backward's last gradient."
     if device.type == "cpu":
         notes += "\nOn shared cores that gains little: none is idle that could send while the others compute."
     title, head = (

@@ -1,5 +1,6 @@
 import json
 import math
+import re
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -141,7 +142,7 @@ def test_a_wrong_byte_or_product_is_a_failed_check(monkeypatch):
 
 # Roofs
 def point(group, work, seconds, precision="fp32", name=""):
-    return Point(group, name, work, None, precision, seconds)
+    return Point(group, name, work, None, precision, seconds=seconds)
 
 
 ROOFS = Roofs(
@@ -158,6 +159,8 @@ ROOFS = Roofs(
 def test_roofs_are_the_best_that_was_measured():
     assert (ROOFS.peak("fp32"), ROOFS.peak("bf16")) == (2000, 9000)
     assert [ROOFS.bandwidth(size) for size in (1, 16, 20, 100, 800, 1e9)] == [90, 90, 80, 50, 50, 50]
+    in_place = Roofs([*ROOFS.points[:-1], replace(ROOFS.points[-1], footprint=4)])
+    assert in_place.bandwidth(math.inf) == 90  # the longest arrays would all fit where 4 bytes do
     assert ROOFS.ridge("fp32") == 40
     assert ROOFS.least(point("", Work(1000, 1000), math.nan)) == 20  # memory
     assert ROOFS.least(point("", Work(10**6, 1000), math.nan)) == 500  # arithmetic
@@ -210,18 +213,21 @@ def test_layers_of_the_transformer_fit_the_memory_and_do_what_is_said():
     memory = roofline.attention_decode(16, 4, 256, 2, 4).bytes  # of 16 sequences, and not of 64
     points = roofline.transformer(256, 4, memory, "fp32", CPU)
     assert {p.name for p in points if p.group == "MLP decode"} == {"B=1", "B=4", "B=16"}
+    assert {p.name for p in points if "prefill" in p.group} == {"T=16"}
     for p in points:
         result = p.call()
         assert result.isfinite().all() and result.std() > 0.01
     causal = next(p for p in points if p.group == "attention prefill").call
     q, k, v = causal.args
-    scores = (q @ k.mT / math.sqrt(128)).masked_fill(torch.ones(4, 4).triu(1).bool(), -math.inf)
+    scores = (q @ k.mT / math.sqrt(128)).masked_fill(torch.ones(16, 16).triu(1).bool(), -math.inf)
     torch.testing.assert_close(causal(), scores.softmax(-1) @ v)
 
 
-def test_crossover_is_where_the_floor_meets_the_slope():
-    decode = [Point("MLP decode", f"B={B}", Work(1, 1), None, seconds=max(3.0, 0.1 * B)) for B in (1, 4, 256)]
-    assert roofline.crossover(decode) == pytest.approx(30)
+@given(st.floats(1e-6, 1), st.floats(1e-8, 1e-2))
+def test_crossover_is_where_the_floor_has_doubled(floor, slope):
+    batches = (1, 4, 16, 64, 256)
+    decode = [Point("MLP decode", f"B={B}", Work(1, 1), None, seconds=floor + slope * B) for B in batches]
+    assert roofline.crossover(decode) == pytest.approx(floor / slope, rel=1e-4, abs=1e-4)
 
 
 def test_streams_move_normal_numbers():
@@ -279,12 +285,32 @@ def test_without_bf16_units_it_is_skipped_with_the_reason(tmp_path):
     [
         (["--ranks", "4"], "unrecognized"),
         (["--out", "/proc/none"], "cannot write"),
-        (["--seed", "x"], "invalid int"),
+        (["--seed", "-1"], "whole number"),
+        (["--seed", "9" * 5000], "whole number"),
     ],
 )
 def test_bad_input_takes_one_line(arguments, message, tmp_path):
     done = run_script("01_roofline.py", *arguments, cwd=tmp_path)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_recorded_run_shows_what_the_claims_say():
+    recorded = json.loads((ROOT / "results/01_roofline.json").read_text())
+    tables = {title.split(",")[0]: rows for title, rows in recorded.items() if isinstance(rows, list)}
+    fp32 = next(row for row in tables["matmul"] if row[""] == "fp32")
+    assert fp32["n=32"] < fp32["n=2048"] / 5
+    ready, new = (float(re.search(r"([\d.]+) GB/s", line)[1]) for line in recorded["source"][-2:])
+    assert ready > 2 * new
+    layers = {(row[""], row["batch"]): row for row in tables["a transformer on it"]}
+    assert all(row["ratio"] <= 1 + roofline.TOLERANCE for row in layers.values()) and len(layers) == 18
+    assert all(layers["attention decode", f"B={B}"]["bound"] == "memory" for B in roofline.BATCHES)
+    one, many = layers["MLP decode", "B=1"], layers["MLP decode", "B=256"]
+    assert (one["bound"], many["bound"]) == ("memory", "compute")
+    assert many["measured, us"] < 256 / 4 * one["measured, us"]
+    chains = {
+        row[""]: row for row in next(rows for title, rows in tables.items() if title.startswith("four"))
+    }
+    assert chains["compiled"]["speed-up"] > 1.5 and chains["a new array each"]["speed-up"] < 1
 
 
 def test_too_little_memory_is_said(monkeypatch, tmp_path, capsys):
