@@ -44,8 +44,11 @@ def test_chunk_bounds_partition_the_buffer(n, world):
 def test_ring_equals_the_library_and_sends_what_is_predicted(ranks, world, sizes, dtype, seed):
     for of_a_size in zip(*ranks(world, NAME, "ring", sizes, dtype, seed), strict=True):
         total = 0
-        for ours, library, sent in of_a_size:
+        for rank, (ours, library, sent) in enumerate(of_a_size):
             np.testing.assert_array_equal(ours, library)
+            chunks = [end - start for start, end in script.chunk_bounds(ours.size, world)]
+            kept = chunks[(rank + 1) % world] + chunks[(rank + 2) % world]  # one in each half is not sent on
+            assert sent == (2 * ours.size - kept) * ours.itemsize
             if ours.size % world == 0:
                 assert sent == 2 * (world - 1) * ours.nbytes // world
             total += sent
@@ -102,12 +105,14 @@ def test_mean_of_means_is_not_the_mean(ranks):
         np.testing.assert_allclose(weighted, expected, rtol=0, atol=1e-6)
 
 
-def test_gradients_are_averaged_and_a_missing_one_is_zero(ranks):
-    for one_by_one, in_a_row in ranks(3, NAME, "averaged"):
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_gradients_are_averaged_and_a_missing_one_is_zero(ranks, world):
+    for one_by_one, in_a_row in ranks(world, NAME, "averaged"):
         weight, bias, sizes = one_by_one
-        assert (weight == 1).all() and (bias == 1).all() and sizes == [24, 8]
+        assert (weight == (world - 1) / 2).all() and (bias == 1).all() and sizes == [24, 8]
         weight, bias, sizes = in_a_row
-        assert (weight == 1).all() and bias == pytest.approx(2 / 3) and sizes == [32]
+        assert (weight == (world - 1) / 2).all() and sizes == [32]
+        assert bias == pytest.approx((world - 1) / world)
 
 
 @pytest.mark.parametrize(

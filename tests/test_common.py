@@ -1,3 +1,4 @@
+import argparse
 import json
 import math
 import multiprocessing
@@ -187,7 +188,21 @@ def test_usable_cpus_without_proc_or_affinity(tmp_path, monkeypatch):
     assert common.usable_cpus(tmp_path) == 7
 
 
-# Saving
+# Printing and saving
+def test_a_table_prints_columns_and_saves_what_is_not_rounded(tmp_path):
+    rows = [("one", 1234, 0.126), ("of two", 5, None)]
+    table = common.Table("numbers:", "|count|share", "|,|.2f", rows, "a note\nof two lines")
+    lines = ["numbers:", "          count  share", "  one     1,234   0.13", "  of two      5      -"]
+    assert str(table).splitlines() == [*lines, "  a note", "  of two lines"]
+    args = argparse.Namespace(out=tmp_path, seed=3)
+    common.save_results(args, CPU, {"x": 1}, [table])
+    saved = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert saved["numbers"] == [dict(zip(["", "count", "share"], row, strict=True)) for row in rows]
+    assert saved["x"] == 1 and saved["args"] == {"out": str(tmp_path), "seed": 3}
+    with pytest.raises(ValueError, match="argument"):
+        str(common.Table("", "a|b", "|", [(1,)]))
+
+
 def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     path = tmp_path / "results.json"
     common.save_json(path, {"a": 1})
