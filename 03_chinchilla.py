@@ -269,29 +269,24 @@ def refit(N, D, L, replicates: int, seed: int) -> dict:
     if not objective[best] < math.inf:
         raise CheckFailed("the fit converged from no start")
     counts = np.random.default_rng(seed).multinomial(len(L), np.full(len(L), 1 / len(L)), replicates)
-    again, _, slopes = fit(
-        N, D, L, theta[best].expand(replicates, 5), torch.tensor(counts, dtype=torch.float64)
-    )
-    found_one = (slopes < 1e-8) & (again.abs().amax(1) < 200)  # the rest ran off to infinity
-    law, laws = law_of(theta[best]), [law_of(t) for t in again[found_one]]
-    if len(laws) < 2:
+    counts = torch.tensor(counts, dtype=torch.float64)
+    again, _, slopes = fit(N, D, L, theta[best].expand(replicates, 5), counts)
+    again = again[(slopes < 1e-8) & (again.abs().amax(1) < 200)]  # the rest ran off to infinity
+    if len(again) < 2:
         raise CheckFailed("no bootstrap replicate of these runs has a law")
-    sample = np.array([[*asdict(one).values(), one.a] for one in laws])
-    names = [*asdict(law), "a"]
-    found = asdict(law) | {"a": law.a, "objective": objective[best].item(), "n": len(L)}
-    found |= {
-        "gradient": gradient[best].item(),
-        "starts": int((gradient < 1e-8).sum()),
-        "replicates": len(laws),
-    }
+    law, sample = (
+        law_of(theta[best]),
+        np.array([[*asdict(one).values(), one.a] for one in map(law_of, again)]),
+    )
     low, high = np.percentile(sample, (2.5, 97.5), axis=0).tolist()
-    interval = dict(zip(names, zip(low, high, strict=True), strict=True))
-    spread = dict(zip(names, sample.std(0, ddof=1).tolist(), strict=True))
+    names, converged = [*asdict(law), "a"], {"starts": int((gradient < 1e-8).sum()), "replicates": len(again)}
+    found = {"objective": objective[best].item(), "n": len(L), "gradient": gradient[best].item(), **converged}
     return {
-        "refit": found,
-        "refit_se": spread,
-        "refit_interval": interval,
+        "refit": {**asdict(law), "a": law.a, **found},
+        "refit_se": dict(zip(names, sample.std(0, ddof=1).tolist(), strict=True)),
+        "refit_interval": dict(zip(names, zip(low, high, strict=True), strict=True)),
         "largest": {"N": float(N.max()), "D": float(D.max())},
+        "sample": sample[:, 3:5].tolist(),  # alpha, beta
     }
 
 
@@ -329,6 +324,15 @@ def apparent_exponent(law: Law, embeddings: bool) -> float:
     seen, C = (total, np.logspace(14, 20.7, 100)) if embeddings else (N, np.logspace(12.95, 20.7, 100))
     loss = law.loss(total, C[:, None] / (6 * seen))  # (100, 20)
     return float(np.polyfit(np.log(C), np.log(seen[loss.argmin(1)]), 1)[0])
+
+
+PORIAN = {  # arXiv 2406.19146, on RefinedWeb, each step on top of those before
+    "Kaplan's set-up": 0.835,
+    "the head's FLOPs counted": 0.706,
+    "warm-up in proportion to N": 0.602,
+    "cosine decay": 0.571,
+    "tuned optimiser, constant rate": 0.497,
+}
 
 
 # %% 5. The study
@@ -563,9 +567,8 @@ def law_tables() -> list[Table]:
         sizes.append((f"{N / 1e9:.0f}B", 20 * N / 1e12, 120 * N * N, LAWS[REFIT].loss(N, 20 * N)))
     head = "|E|A|B|alpha|beta|a|N, 1e9|D/N|a, bare N|a, whole N"
     notes = (
-        "N and D/N: the best for 5.76e23 FLOPs. The last two: the exponent that a law shows on models of the\n"
-        "sizes of Kaplan's, N without and with embeddings; he found .73. Step by step (Porian et al. 2024):\n"
-        "as Kaplan .835, the head's FLOPs .706, warm-up as N .602, cosine decay .571, all tuned .497."
+        "N and D/N: the best for 5.76e23 FLOPs. The last two: the exponent that a law shows on models of\n"
+        "Kaplan's sizes, N without and with embeddings; he found .73."
     )
     kaplans = f"Kaplan: L(N=1e9) {kaplan_N(1e9):.3f}, L(D=1e9) {kaplan_D(1e9):.3f},"
     kaplans += f" L(1 PF-day) {kaplan_C(PF_DAY):.3f}; twice the N, {1 - 2**-0.076:.1%} less loss.\n"
@@ -576,6 +579,9 @@ def law_tables() -> list[Table]:
     mix_up = "`kaplan_loss` with Chinchilla's constants and without E; in nats a token, not bits a character:"
     return [
         Table("laws:", head, "|.4f|.2f|.2f|.4f|.4f|.3f|.1f|.1f|.2f|.2f", rows, notes),
+        Table(
+            "from .73 to .50, measured step by step (Porian et al. 2024):", "|a", "|.3f", list(PORIAN.items())
+        ),
         Table(mix_up, "|as printed|with E|Kaplan's law", "|.3f|.3f|.3f", mixed, kaplans),
         Table("20 tokens a parameter:", "|D, 1e12|6ND|loss, Besiroglu", "|.2f|.2e|.3f", sizes, rule),
     ]
@@ -593,6 +599,9 @@ def refit_table(title: str, found: dict, C: float) -> Table:
     largest = found["largest"]
     beyond = max(N / largest["N"], D / largest["D"]) > 10
     notes += ", beyond ten times the data: not to be trusted." if beyond else "."
+    A, B = (high / low for low, high in (found["refit_interval"]["A"], found["refit_interval"]["B"]))
+    notes += f"\nThese runs tell A to a factor of {A:,.3g} and B to one of {B:,.3g}: the sharper E, alpha and beta trade"
+    notes += "\noff against them, and only what they say together, as N and D near the data, is told well."
     return Table(title, "|value|standard error|2.5 %|97.5 %", "|.6g|.3g|.4g|.4g", rows, notes)
 
 
@@ -675,12 +684,31 @@ def plan_table(p: dict, args) -> Table:
     return Table("the plan:", "|", "|", rows, notes)
 
 
-def draw(runs: list[dict], minima: list[dict]):
-    """Left: loss against size at each budget, and the minima. Right: the best N and D against C."""
+def draw_fit(axes, found: dict) -> None:
+    """The exponents of the bootstrap replicates, and the ellipse that would hold 95 % if they were normal."""
+    alpha, beta = np.array(found["sample"]).T
+    circle = np.exp(1j * np.linspace(0, 2 * np.pi, 100))
+    ellipse = math.sqrt(5.99) * np.linalg.cholesky(np.cov(alpha, beta)) @ [circle.real, circle.imag]
+    axes.plot(alpha, beta, ".", color="C0", alpha=0.1, ms=3)
+    axes.plot(ellipse[0] + alpha.mean(), ellipse[1] + beta.mean(), color="black", lw=1, label="95 %")
+    axes.plot(found["refit"]["alpha"], found["refit"]["beta"], "k*", ms=12, label="these runs")
+    for marker, (name, law) in zip("sdo", LAWS.items(), strict=True):
+        axes.plot(law.alpha, law.beta, marker, label=name)
+    axes.set(xlabel="alpha, of N", ylabel="beta, of D", title="The fit of L(N, D): its exponents")
+    axes.legend(frameon=False, fontsize=8)
+    axes.grid(alpha=0.25)
+
+
+def draw(runs: list[dict], minima: list[dict], found: dict):
+    """Loss against size at each budget, and the minima; the best N and D against C; the fit. Or only that."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 5.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure = Figure(figsize=(18 if runs else 6, 5.5), layout="constrained")
+    *panels, last = np.atleast_1d(figure.subplots(1, 3 if runs else 1))
+    draw_fit(last, found)
+    if not runs:
+        return figure
+    left, right = panels
     for i, m in enumerate(minima):
         some = [run for run in runs if run["budget"] == m["C"]]
         N = np.log([total_parameters(run["d"], run["L"]) for run in some])
@@ -770,6 +798,7 @@ def main():
         N, D, L = read_points(args.points, args.drop)
         results = refit(N, D, L, replicates, args.seed)
         shown = [refit_table(f"the law of {args.points.name}:", results, 5.76e23)]
+        common.save_figure(args.out / f"{NAME}.png", draw([], [], results))
     else:
         if args.recorded:
             recorded = json.loads((Path(__file__).parent / f"results/{NAME}.json").read_text())
@@ -783,7 +812,8 @@ def main():
         results |= refit(N, D, L, replicates, args.seed) | {"sweep": sweep, "runs": runs}
         fitted = refit_table("approach 3, on the same runs:", results, results["isoflop"][-1]["C"])
         shown = [*compute_tables(), *law_tables(), *tables, fitted, serve_table(args.inference_tokens)]
-        common.save_figure(args.out / f"{NAME}.png", draw(runs, results["isoflop"]))
+        common.save_figure(args.out / f"{NAME}.png", draw(runs, results["isoflop"], results))
+    results.pop("sample", None)
     common.save_results(args, device, results, shown)
     for table in shown:
         print(f"\n{table}")
