@@ -600,8 +600,8 @@ def refit_table(title: str, found: dict, C: float) -> Table:
     beyond = max(N / largest["N"], D / largest["D"]) > 10
     notes += ", beyond ten times the data: not to be trusted." if beyond else "."
     A, B = (high / low for low, high in (found["refit_interval"]["A"], found["refit_interval"]["B"]))
-    notes += f"\nThese runs tell A to a factor of {A:,.3g} and B to one of {B:,.3g}: the sharper E, alpha and beta trade"
-    notes += "\noff against them, and only what they say together, as N and D near the data, is told well."
+    notes += f"\nThese runs tell A to a factor of {A:,.3g}, B of {B:,.3g}: the constants trade off against each other,"
+    notes += "\nand only what they say together, the loss near the data, is told well."
     return Table(title, "|value|standard error|2.5 %|97.5 %", "|.6g|.3g|.4g|.4g", rows, notes)
 
 
@@ -695,6 +695,8 @@ def draw_fit(axes, found: dict) -> None:
     for marker, (name, law) in zip("sdo", LAWS.items(), strict=True):
         axes.plot(law.alpha, law.beta, marker, label=name)
     axes.set(xlabel="alpha, of N", ylabel="beta, of D", title="The fit of L(N, D): its exponents")
+    axes.set_xlim(0, 1.3 * np.percentile(alpha, 99))
+    axes.set_ylim(0, 1.3 * np.percentile(beta, 99))
     axes.legend(frameon=False, fontsize=8)
     axes.grid(alpha=0.25)
 
