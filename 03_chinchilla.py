@@ -274,10 +274,8 @@ def refit(N, D, L, replicates: int, seed: int) -> dict:
     again = again[(slopes < 1e-8) & (again.abs().amax(1) < 200)]  # the rest ran off to infinity
     if len(again) < 2:
         raise CheckFailed("no bootstrap replicate of these runs has a law")
-    law, sample = (
-        law_of(theta[best]),
-        np.array([[*asdict(one).values(), one.a] for one in map(law_of, again)]),
-    )
+    law = law_of(theta[best])
+    sample = np.array([[*asdict(one).values(), one.a] for one in map(law_of, again)])
     low, high = np.percentile(sample, (2.5, 97.5), axis=0).tolist()
     names, converged = [*asdict(law), "a"], {"starts": int((gradient < 1e-8).sum()), "replicates": len(again)}
     found = {"objective": objective[best].item(), "n": len(L), "gradient": gradient[best].item(), **converged}
@@ -362,9 +360,7 @@ def read_library(seed: int) -> tuple[bytes, str]:
     files = sorted(path for path in root.rglob("*.py") if "site-packages" not in path.parts)
     text = b"".join(files[i].read_bytes() for i in np.random.default_rng(seed).permutation(len(files)))
     if len(text) < 2**20:
-        raise BadInput(
-            f"{root}: found {len(text):,} bytes of library sources, need a megabyte; try --recorded"
-        )
+        raise BadInput(f"{root}: found {len(text):,} bytes of sources, need a megabyte; try --recorded")
     return text, hashlib.sha256(text).hexdigest()
 
 
@@ -418,9 +414,8 @@ def study(plan: dict, sweep, folder: Path, seed: int) -> tuple[list[dict], list[
     tried = [Run(C, d, L, rate, seed, corpus) for C, d, L in sweep for rate in RATES]
     tried = train_all(tried, folder, seed)
     best = min(RATES, key=lambda rate: sum(run["loss"] for run in tried if run["rate"] == rate))
-    return tried, train_all(
-        [Run(C, d, L, best, seed, corpus) for C in plan for d, L in plan[C]], folder, seed
-    )
+    runs = [Run(C, d, L, best, seed, corpus) for C in plan for d, L in plan[C]]
+    return tried, train_all(runs, folder, seed)
 
 
 def minimum(x, y) -> float:
@@ -568,8 +563,8 @@ def law_tables() -> list[Table]:
     head = "|E|A|B|alpha|beta|a|N, 1e9|D/N|a, bare N|a, whole N"
     notes = (
         "N and D/N: the best for 5.76e23 FLOPs. The last two: the exponent that a law shows on models of\n"
-        "Kaplan's sizes, N without and with embeddings; he found .73."
     )
+    notes += "Kaplan's sizes, N without and with embeddings; he found .73."
     kaplans = f"Kaplan: L(N=1e9) {kaplan_N(1e9):.3f}, L(D=1e9) {kaplan_D(1e9):.3f},"
     kaplans += f" L(1 PF-day) {kaplan_C(PF_DAY):.3f}; twice the N, {1 - 2**-0.076:.1%} less loss.\n"
     kaplans += "His laws fall for ever, the later ones have a floor, E."
@@ -600,8 +595,8 @@ def refit_table(title: str, found: dict, C: float) -> Table:
     beyond = max(N / largest["N"], D / largest["D"]) > 10
     notes += ", beyond ten times the data: not to be trusted." if beyond else "."
     A, B = (high / low for low, high in (found["refit_interval"]["A"], found["refit_interval"]["B"]))
-    notes += f"\nThese runs tell A to a factor of {A:,.3g}, B of {B:,.3g}: the constants trade off against each other,"
-    notes += "\nand only what they say together, the loss near the data, is told well."
+    notes += f"\nThese runs tell A to a factor of {A:,.3g}, B of {B:,.3g}: the constants trade off, and only"
+    notes += "\nwhat they say together, the loss near the data, is told well."
     return Table(title, "|value|standard error|2.5 %|97.5 %", "|.6g|.3g|.4g|.4g", rows, notes)
 
 
@@ -622,9 +617,8 @@ def study_tables(sweep: list[dict], runs: list[dict], seed: int) -> tuple[list[T
         of_way = iso_flop(runs, parameters, seed)
         slopes.append((name, *exponent(of_way, six), *(m["tokens_per_param"] for m in of_way)))
     lowest = [min((r for r in runs if r["budget"] == m["C"]), key=lambda r: r["loss"]) for m in minima]
-    N, D = (
-        np.array(v) for v in zip(*((total_parameters(r["d"], r["L"]), r["D"]) for r in lowest), strict=True)
-    )
+    N = np.array([total_parameters(r["d"], r["L"]) for r in lowest])
+    D = np.array([r["D"] for r in lowest])
     a = np.polyfit(np.log([m["C"] for m in minima]), np.log(N), 1)[0]
     slopes.append(("approach 1: the best runs, N total", float(a), None, None, *(D / N).tolist()))
     ways = [dict(zip(("way", "a", "low", "high"), row, strict=False)) for row in slopes]
@@ -649,11 +643,9 @@ def serve_table(served: float) -> Table:
         flops = 6 * N * D, 2 * N * served, 6 * N * D + 2 * N * served
         rows.append((name, N / 1e9, D / 1e12, D / N, SARDANA.loss(N, D), *flops))
     ours, theirs = (justifying_tokens(law, 8e9, 15e12) for law in (LAWS[REFIT], SARDANA))
-    notes = (
-        f"{1 - rows[1][-1] / rows[0][-1]:.1%} fewer FLOPs, by the constants of Sardana et al. 2023. 8B on 15T"
-    )
-    notes += "\ntokens, 94 times 20 a parameter, is the cheapest of its loss"
-    notes += f" for {theirs:.1e} tokens served, {ours:.1e} by Besiroglu."
+    less = 1 - rows[1][-1] / rows[0][-1]
+    notes = f"{less:.1%} fewer FLOPs, by the constants of Sardana et al. 2023. 8B on 15T tokens, 94 times\n"
+    notes += f"20 a parameter, is the cheapest of its loss for {theirs:.1e} served, {ours:.1e} by Besiroglu."
     title = f"over-training on purpose: the loss of a compute-optimal 13B, {served:.3g} tokens served:"
     head = "|N, 1e9|D, 1e12|D/N|loss|training|serving|FLOPs"
     return Table(title, head, "|.2f|.3f|.0f|.3f|.2e|.2e|.2e", rows, notes)
@@ -672,14 +664,11 @@ def plan_table(p: dict, args) -> Table:
         ("cost", f"{p['cost']:,.0f}" if p["cost"] else "not asked: --price of a GPU-hour"),
         ("energy of the boards, at most", f"{p['mwh']:,.2f} MWh"),
     ]
-    for name, size, fits in zip(
-        ("unsharded", "ZeRO 1", "ZeRO 2", "ZeRO 3"), p["memory"], p["fits"], strict=True
-    ):
+    stages = ("unsharded", "ZeRO 1", "ZeRO 2", "ZeRO 3")
+    for name, size, fits in zip(stages, p["memory"], p["fits"], strict=True):
         verdict = f"{'fits' if fits else 'does not fit'} {MEMORY[args.gpu]} GB"
         rows.append((f"memory a GPU, {name}", f"{size / 1e9:,.3g} GB, {verdict}"))
-    notes = (
-        "Memory is 16 bytes a parameter, activations not counted. Goodput: faults as often as Llama 3's,\n"
-    )
+    notes = "Memory is 16 bytes a parameter, without activations. Goodput: faults as often as Llama 3's,\n"
     notes += "a checkpoint of a minute at Young's interval, ten minutes to start again (both assumed)."
     return Table("the plan:", "|", "|", rows, notes)
 
@@ -724,18 +713,16 @@ def draw(runs: list[dict], minima: list[dict], found: dict):
     left.set_xticks(ticks, [f"{t / 1e3:,.0f}k" for t in ticks], minor=False)
     left.minorticks_off()
     left.set_title("At each budget one size is best (stars)")
-    C, N, D, low, high = (
-        np.array([m[key] for m in minima]) for key in ("C", "N_opt", "D_opt", "low", "high")
-    )
+    keys = ("C", "N_opt", "D_opt", "low", "high")
+    C, N, D, low, high = (np.array([m[key] for m in minima]) for key in keys)
     right.errorbar(C, N, (N - low, high - N), fmt="k*", ms=10, capsize=4, label="N_opt, ours, 95 %")
     right.plot(C, D, "C0s", label="D_opt, ours")
     for a, style, name in ((0.73, ":", "Kaplan, a = 0.73"), (0.5, "--", "Chinchilla, a = 0.50")):
         reach = C / C[len(C) // 2]
         right.plot(C, N[len(C) // 2] * reach**a, "k" + style, label=f"{name}: N ~ C^a")
         right.plot(C, D[len(C) // 2] * reach ** (1 - a), "C0" + style, label="D ~ C^(1-a)")
-    right.set(
-        xscale="log", yscale="log", xlabel="training compute C (counted FLOPs)", ylabel="parameters, tokens"
-    )
+    right.set(xscale="log", yscale="log", xlabel="training compute C (counted FLOPs)")
+    right.set_ylabel("parameters, tokens")
     right.set_title("How they grow with compute")
     for axes in (left, right):
         axes.grid(alpha=0.25)
@@ -787,10 +774,8 @@ def main():
     args, device, threads = parse(), torch.device("cpu"), common.usable_cpus()
     common.writable(args.out)
     torch.set_num_threads(threads)
-    print(
-        common.header(device, "fp32", "small models, on the CPU", threads, args.seed),
-        flush=True,
-    )
+    header = common.header(device, "fp32", "small models, on the CPU", threads, args.seed)
+    print(header, flush=True)
     results, replicates = {}, 200 if args.quick else 4000
     if args.plan:
         wanted = args.params, args.tokens, args.flops
