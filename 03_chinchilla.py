@@ -11,9 +11,9 @@ train if many tokens will be served; a planner. You will see
   - in our runs the best size grows with the budget, and has tens of tokens a parameter;
   - whether embeddings are counted moves the exponent, in our runs as in Kaplan's.
 
-    python 03_chinchilla.py                     trains for about six minutes on two cores, 1.5 GB
+    python 03_chinchilla.py                     trains for about five minutes on two cores, 1.5 GB
     python 03_chinchilla.py --recorded          with the runs recorded in results/: seconds
-    python 03_chinchilla.py --quick             two small budgets, few sizes
+    python 03_chinchilla.py --quick             two small budgets, few sizes: twenty seconds
     python 03_chinchilla.py --points FILE.csv   fits the law to your own runs: columns N, D, loss
     python 03_chinchilla.py --plan --params 7B --tokens 140B --gpu H100 --gpus 64
 After Ctrl-C the same command goes on: no finished run is repeated.
@@ -21,12 +21,13 @@ After Ctrl-C the same command goes on: no finished run is repeated.
 Notation (example)
     N  parameters, with or without embeddings (7e9)    E, A, B, alpha, beta   of L = E + A/N^alpha + B/D^beta
     D  training tokens (1.4e11)                        a  of N_opt ~ C^a: beta / (alpha + beta) (0.51)
-    C  training FLOPs, 6 N D or counted (5.88e21)      L  loss, nats a token (1.94); layers, in d, L
+    C  training FLOPs, 6 N D or counted (5.88e21)      L  loss, nats a token (2.17); layers, in d, L
 """
 
 import argparse
 import csv
 import hashlib
+import inspect
 import itertools
 import json
 import math
@@ -51,16 +52,17 @@ SIZES = (
     (16, 1),
     (24, 1),
     (32, 1),
+    (40, 1),
     (48, 1),
     (48, 2),
+    (56, 2),
     (64, 2),
+    (80, 2),
     (96, 2),
     (128, 3),
-    (160, 3),
-    (192, 4),
-)  # (d, L)
-STUDY = {3e11: SIZES[0:6], 1e12: SIZES[1:7], 3e12: SIZES[3:8]}  # counted FLOPs: the sizes tried
-QUICK, FULL = {1e10: SIZES[0:4], 3e10: SIZES[0:5]}, STUDY | {1e13: SIZES[4:9]}
+)  # d, L
+STUDY = {3e11: SIZES[0:7], 1e12: SIZES[1:8], 3e12: SIZES[4:9]}  # counted FLOPs: the sizes tried
+QUICK, FULL = {1e10: SIZES[0:5], 3e10: SIZES[0:5]}, STUDY | {1e13: SIZES[6:11]}
 SWEEP = tuple((3e11, d, L) for d, L in ((32, 1), (48, 2)))  # where the learning rate is chosen
 RATES = (4e-3, 8e-3, 16e-3, 32e-3)
 VAL_BATCHES, VAL_SEED = 400, 123  # the same for all runs
@@ -252,16 +254,17 @@ def law_of(theta) -> Law:
     return Law(math.exp(e), math.exp(a), math.exp(b), alpha, beta)
 
 
-def refit(N, D, L, replicates: int, seed: int) -> dict:
+def refit(N, D, L, replicates: int, seed: int, needed: float = 0.5) -> dict:
     """The law of these runs, from the best of all starts, and its spread over bootstrap replicates.
 
-    Only fits with a gradient below 1e-8 count. Raises BadInput for runs that cannot identify the law.
+    Only fits with a gradient below 1e-8 count. Raises BadInput for runs that cannot identify the law, as when
+    less than the share `needed` of the replicates has one.
     """
     N, D, L = (np.asarray(values, dtype=float) for values in (N, D, L))
-    if len(L) < 6:
-        raise BadInput(f"{len(L)} runs cannot fix the 5 constants of the law: 6 are the least")
-    for name, values in {"N": N, "D": D, "D / N": D / N, "loss": L}.items():
-        if np.ptp(np.log(values)) < 1e-6:
+    if (distinct := len(set(zip(N, D, strict=True)))) < 6:
+        raise BadInput(f"{distinct} runs of different N or D cannot fix 5 constants: 6 are the least")
+    for name, values in {"N": N, "D": D, "D / N": D / N}.items():
+        if np.ptp(np.log(values)) < 0.1:
             raise BadInput(f"{name} is the same in all runs: they cannot tell what N does from what D does")
     theta, objective, gradient = fit(N, D, L, STARTS, torch.ones(1, len(L), dtype=torch.float64))
     objective[~(gradient < 1e-8)] = math.inf
@@ -272,13 +275,18 @@ def refit(N, D, L, replicates: int, seed: int) -> dict:
     counts = torch.tensor(counts, dtype=torch.float64)
     again, _, slopes = fit(N, D, L, theta[best].expand(replicates, 5), counts)
     again = again[(slopes < 1e-8) & (again.abs().amax(1) < 200)]  # the rest ran off to infinity
-    if len(again) < 2:
-        raise CheckFailed("no bootstrap replicate of these runs has a law")
     law = law_of(theta[best])
+    if min(law.alpha, law.beta) <= 0:
+        raise BadInput(
+            f"the fit has alpha {law.alpha:.3g}, beta {law.beta:.3g}: the loss must fall with both"
+        )
+    if len(again) < max(2, needed * replicates):
+        raise BadInput(f"only {len(again)} of {replicates} bootstrap replicates have a law: too few runs")
     sample = np.array([[*asdict(one).values(), one.a] for one in map(law_of, again)])
     low, high = np.percentile(sample, (2.5, 97.5), axis=0).tolist()
-    names, converged = [*asdict(law), "a"], {"starts": int((gradient < 1e-8).sum()), "replicates": len(again)}
-    found = {"objective": objective[best].item(), "n": len(L), "gradient": gradient[best].item(), **converged}
+    names = [*asdict(law), "a"]
+    found = {"objective": objective[best].item(), "gradient": gradient[best].item(), "n": len(L)}
+    found |= {"starts": int((gradient < 1e-8).sum()), "replicates": len(again), "of": replicates}
     return {
         "refit": {**asdict(law), "a": law.a, **found},
         "refit_se": dict(zip(names, sample.std(0, ddof=1).tolist(), strict=True)),
@@ -301,7 +309,8 @@ def read_points(path: Path, drop: int | None) -> tuple[np.ndarray, np.ndarray, n
         names = ("model size", "training flop", "loss") if published else ("n", "d", "loss")
         N, D, L = np.array([[float(row[name]) for name in names] for row in rows]).reshape(-1, 3).T
     except KeyError as error:
-        raise BadInput(f"--points {path}: no column {error}; needed are N, D, loss") from None
+        found = ", ".join(rows[0]) if rows else "nothing"
+        raise BadInput(f"--points {path}: no column {error} among {found}") from None
     except (OSError, UnicodeDecodeError, csv.Error, TypeError, ValueError) as error:
         raise BadInput(f"--points {path}: {getattr(error, 'strerror', None) or error}") from None
     if not (np.isfinite([N, D, L]).all() and (np.array([N, D, L]) > 0).all()):
@@ -336,7 +345,7 @@ PORIAN = {  # arXiv 2406.19146, on RefinedWeb, each step on top of those before
 # %% 5. The study
 @dataclass(frozen=True)
 class Run:
-    """All that shapes a training run: equal runs are not repeated."""
+    """All that shapes a training run: equal runs are not repeated, and an edited recipe is another run."""
 
     budget: float  # counted FLOPs
     d: int
@@ -351,7 +360,15 @@ class Run:
         return max(1, round(self.budget / flops_per_token(self.d, self.L) / (B * T)))
 
     def path(self, folder: Path) -> Path:
-        return folder / f"{hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]}.json"
+        key = json.dumps([asdict(self), RECIPE]).encode()
+        return folder / f"{hashlib.sha256(key).hexdigest()[:16]}.json"
+
+    def result(self, folder: Path) -> dict | None:
+        """What is kept of it; None if nothing is, or nothing whole."""
+        try:
+            return json.loads(self.path(folder).read_text())
+        except (OSError, ValueError):
+            return None
 
 
 def read_library(seed: int) -> tuple[bytes, str]:
@@ -382,6 +399,10 @@ def train(run: Run, train_data, val_data, report=lambda step: None) -> dict:
     return asdict(run) | {"D": run.steps * B * T, "loss": torch.stack(losses).mean().item()}
 
 
+SOURCES = map(inspect.getsource, (train, GPT, common.Block))
+RECIPE = hashlib.sha256("".join([repr((B, T, VAL_BATCHES, VAL_SEED)), *SOURCES]).encode()).hexdigest()
+
+
 def work(queue, folder: Path, seed: int, steps_done) -> None:
     """One process: take the next run until there is none; each is kept as soon as it is finished."""
     torch.set_num_threads(1)
@@ -393,7 +414,7 @@ def work(queue, folder: Path, seed: int, steps_done) -> None:
 
 def train_all(runs: list[Run], folder: Path, seed: int) -> list[dict]:
     """The results of all runs; those not yet in `folder` are trained side by side, the longest first."""
-    missing = sorted({run for run in runs if not run.path(folder).exists()}, key=lambda run: -run.steps)
+    missing = sorted({run for run in runs if not run.result(folder)}, key=lambda run: -run.steps)
     if missing and len(missing) < len(runs):
         print(f"{folder}: {len(runs) - len(missing)} of {len(runs)} runs are there", file=sys.stderr)
     spawn, jobs = multiprocessing.get_context("spawn"), min(len(missing), common.usable_cpus())
@@ -405,7 +426,7 @@ def train_all(runs: list[Run], folder: Path, seed: int) -> list[dict]:
     with tqdm(total=total, unit="FLOP", unit_scale=True, mininterval=1, disable=not missing) as bar:
         jobs = {f"training process {i + 1}": (queue, folder, seed, steps_done) for i in range(jobs)}
         common.run_processes(work, jobs, tick=lambda: bar.update(int(flops @ list(steps_done)) - bar.n))
-    return [json.loads(run.path(folder).read_text()) for run in runs]
+    return [run.result(folder) for run in runs]
 
 
 def study(plan: dict, sweep, folder: Path, seed: int) -> tuple[list[dict], list[dict]]:
@@ -439,9 +460,11 @@ def iso_flop(runs: list[dict], parameters, seed: int, replicates: int = 1000) ->
         sample = np.exp([minimum(x, curve + rng.choice(residuals, len(x))) for _ in range(replicates)])
         if math.isnan(best := minimum(x, y)):
             raise CheckFailed(f"at {C:.0e} FLOPs no size between those tried is best")
-        N, D = math.exp(best), math.exp(np.interp(best, x, np.log(tokens)))
-        rows.append({"C": C, "N_opt": N, "D_opt": D, "tokens_per_param": D / N, "sample": sample})
-        rows[-1]["inside"] = bool(x.min() < best < x.max())
+        inside, tokens = bool(x.min() < best < x.max()), np.log(tokens)
+        log_D = np.interp(best, x, tokens) if inside else np.polyval(np.polyfit(x, tokens, 1), best)
+        N, D = math.exp(best), math.exp(log_D)
+        rows.append({"C": C, "N_opt": N, "D_opt": D, "tokens_per_param": D / N, "inside": inside})
+        rows[-1]["sample"] = sample
     return rows
 
 
@@ -486,6 +509,11 @@ def justifying_tokens(law: Law, N: float, D: float) -> float:
 
 
 # %% 7. The planner
+def beyond(N: float, D: float) -> bool:
+    """More than ten times the largest model or the most tokens among the points of Besiroglu's refit."""
+    return N > 10 * 1.62e10 or D > 10 * 3.18e11
+
+
 def plan(law_name: str, gpu: str, gpus: int, share: float, price, N=None, D=None, C=None) -> dict:
     """What a run takes. Of N, D, C two are given, or one, and the law chooses the compute-optimal other."""
     law = LAWS[law_name]
@@ -505,7 +533,7 @@ def plan(law_name: str, gpu: str, gpus: int, share: float, price, N=None, D=None
     memory = [16 * N, 4 * N + 12 * N / gpus, 2 * N + 14 * N / gpus, 16 * N / gpus]  # unsharded, ZeRO 1, 2, 3
     return {
         "params": N, "tokens": D, "flops": C, "tokens_per_param": D / N, "loss": law.loss(N, D),
-        "extrapolated": N > 10 * 1.62e10 or D > 10 * 3.18e11,  # ten times the largest of the law's data
+        "extrapolated": beyond(N, D),
         "goodput": goodput, "gpu_hours": hours, "days": hours / gpus / 24, "cost": price and price * hours,
         "mwh": hours * POWER[gpu] / 1e6, "memory": memory, "fits": [m <= MEMORY[gpu] * 1e9 for m in memory],
     }  # fmt: skip
@@ -545,6 +573,7 @@ def corrections() -> str:
         f"GPT-3 and Chinchilla are not one compute: {gpt3:.2e}, {chinchilla:.2e}. Gopher: {gopher:.2e}.",
         f"15T tokens for 8B are {15e12 / 8e9:,.0f} a parameter: not 10 but {15e12 / 8e9 / 20:.0f} times 20.",
         f"GPT-4, 1.7T x 13T: {6 * 1.7e12 * 13e12:.1e}, not 1e25; 2e25 of active parameters (estimates).",
+        "DeepSeek-V3 trained in FP8: its MFU is against the bf16 peak.",
     ])  # fmt: skip
 
 
@@ -559,18 +588,19 @@ def law_tables() -> list[Table]:
         loss = LAWS[PRINTED].loss(N, D)
         mixed.append((name, loss - LAWS[PRINTED].E, loss, kaplan(N, D)))
     for N in (1e9, 7e9, 70e9, 405e9):
-        sizes.append((f"{N / 1e9:.0f}B", 20 * N / 1e12, 120 * N * N, LAWS[REFIT].loss(N, 20 * N)))
+        mark = " *" if beyond(N, 20 * N) else ""
+        sizes.append((f"{N / 1e9:.0f}B{mark}", 20 * N / 1e12, 120 * N * N, LAWS[REFIT].loss(N, 20 * N)))
     head = "|E|A|B|alpha|beta|a|N, 1e9|D/N|a, bare N|a, whole N"
     notes = (
         "N and D/N: the best for 5.76e23 FLOPs. The last two: the exponent that a law shows on models of\n"
     )
-    notes += "Kaplan's sizes, N without and with embeddings; he found .73."
+    notes += "Kaplan's sizes, N without and with embeddings; he found .73 (Pearce & Song 2024)."
     kaplans = f"Kaplan: L(N=1e9) {kaplan_N(1e9):.3f}, L(D=1e9) {kaplan_D(1e9):.3f},"
     kaplans += f" L(1 PF-day) {kaplan_C(PF_DAY):.3f}; twice the N, {1 - 2**-0.076:.1%} less loss.\n"
     kaplans += "His laws fall for ever, the later ones have a floor, E."
     one, right = math.sqrt(5.88e23 / 6) / 1e9, math.sqrt(5.88e23 / 120) / 1e9
     rule = f"N = D = sqrt(C/6) is 1 token a parameter: {one:.0f}B for 5.88e23. With 20, N = sqrt(C/120):"
-    rule += f" {right:.0f}B on {right / 50:.1f}T."
+    rule += f" {right:.0f}B on {right / 50:.1f}T.\n* extrapolated: more than ten times the data of the law"
     mix_up = "`kaplan_loss` with Chinchilla's constants and without E; in nats a token, not bits a character:"
     return [
         Table("laws:", head, "|.4f|.2f|.2f|.4f|.4f|.3f|.1f|.1f|.2f|.2f", rows, notes),
@@ -586,21 +616,25 @@ def refit_table(title: str, found: dict, C: float) -> Table:
     """Section 3, and what the law says of a budget C."""
     r, rows = found["refit"], []
     for name, se in found["refit_se"].items():
-        rows.append((name, r[name], se, *found["refit_interval"][name]))
+        told = se < 10 * abs(r[name])  # a few replicates far out make the others' spread senseless
+        rows.append((name, r[name], se if told else None, *found["refit_interval"][name]))
     N, D = Law(*(r[name] for name in ("E", "A", "B", "alpha", "beta"))).optimum(C)
     notes = f"n = {r['n']}, objective {r['objective']:.7e}, gradient {r['gradient']:.0e}. {r['starts']:,} of"
-    notes += f" {len(STARTS):,} starts converged,\nand {r['replicates']:,} bootstrap replicates."
+    notes += f" {len(STARTS):,} starts converged,\n{r['replicates']:,} of {r['of']:,} bootstrap replicates."
     notes += f" Best for {C:.3g} FLOPs: N {N:.3g}, D/N {D / N:.3g}"
     largest = found["largest"]
-    beyond = max(N / largest["N"], D / largest["D"]) > 10
-    notes += ", beyond ten times the data: not to be trusted." if beyond else "."
+    far = max(N / largest["N"], D / largest["D"]) > 10
+    notes += ", beyond ten times the data: not to be trusted." if far else "."
     A, B = (high / low for low, high in (found["refit_interval"]["A"], found["refit_interval"]["B"]))
-    notes += f"\nThese runs tell A to a factor of {A:,.3g}, B of {B:,.3g}: the constants trade off, and only"
-    notes += "\nwhat they say together, the loss near the data, is told well."
+    if max(A, B) > 2:
+        notes += f"\nA is told to a factor of {A:,.3g}, B of {B:,.3g}: the constants trade off, and only what"
+        notes += "\nthey say together, the loss near the data, is told well."
+    if r["E"] < 1e-3:
+        notes += "\nE is at zero: these runs are too far from a floor to tell it."
     return Table(title, "|value|standard error|2.5 %|97.5 %", "|.6g|.3g|.4g|.4g", rows, notes)
 
 
-def study_tables(sweep: list[dict], runs: list[dict], seed: int) -> tuple[list[Table], dict]:
+def study_tables(sweep: list[dict], runs: list[dict], found: dict, seed: int) -> tuple[list[Table], dict]:
     """Section 5: (tables, what the JSON has of them)."""
     profiles, best, slopes, rates = [], [], [], []
     for d, L in dict.fromkeys((run["d"], run["L"]) for run in sweep):
@@ -621,16 +655,23 @@ def study_tables(sweep: list[dict], runs: list[dict], seed: int) -> tuple[list[T
     D = np.array([r["D"] for r in lowest])
     a = np.polyfit(np.log([m["C"] for m in minima]), np.log(N), 1)[0]
     slopes.append(("approach 1: the best runs, N total", float(a), None, None, *(D / N).tolist()))
+    if "refit" in found:
+        law = Law(*(found["refit"][name] for name in ("E", "A", "B", "alpha", "beta")))
+        ratios = [D / N for N, D in (law.optimum(m["C"]) for m in minima)]
+        interval = found["refit_interval"]["a"]
+        slopes.append(("approach 3: the fit, N total, C = 6ND", law.a, *interval, *ratios))
     ways = [dict(zip(("way", "a", "low", "high"), row, strict=False)) for row in slopes]
     kept = [{key: value for key, value in m.items() if key != "sample"} for m in minima]
     n, ratios = len(minima), "".join(f"|D/N, {m['C']:.0e}" for m in minima)
     tried = "".join(f"|{rate:g}" for rate in RATES)
+    lesson = "One seed a run. The intervals of the first three suppose that a profile is a parabola: that\n"
+    lesson += "the approaches differ by more says how far to trust them."
     between, widths = "C|N_opt|from|to|D_opt|D/N|between sizes tried", "|,.0f|,.0f|,.0f|,.0f|.1f|"
     return [
         Table(f"loss by learning rate, {sweep[0]['budget']:.0e} FLOPs:", tried, "|.3f" * len(RATES), rates),
         Table(f"loss by N with embeddings, learning rate {runs[0]['rate']:g}:", "C|", "|", profiles),
         Table("approach 2, compute-optimal sizes by parabolas:", between, widths, best),
-        Table("N_opt ~ C^a, by what is counted:", f"|a|from|to{ratios}", "|.2f" * 3 + "|.1f" * n, slopes),
+        Table("N_opt ~ C^a:", f"|a|from|to{ratios}", "|.2f" * 3 + "|.1f" * n, slopes, lesson),
     ], {"isoflop": kept, "exponents": ways}
 
 
@@ -644,8 +685,11 @@ def serve_table(served: float) -> Table:
         rows.append((name, N / 1e9, D / 1e12, D / N, SARDANA.loss(N, D), *flops))
     ours, theirs = (justifying_tokens(law, 8e9, 15e12) for law in (LAWS[REFIT], SARDANA))
     less = 1 - rows[1][-1] / rows[0][-1]
-    notes = f"{less:.1%} fewer FLOPs, by the constants of Sardana et al. 2023. 8B on 15T tokens, 94 times\n"
-    notes += f"20 a parameter, is the cheapest of its loss for {theirs:.1e} served, {ours:.1e} by Besiroglu."
+    notes = (
+        f"{less:.1%} fewer FLOPs, by the constants of Sardana et al. 2023. 8B on 15T tokens, 94 times 20 a\n"
+    )
+    notes += f"parameter, is the cheapest of its loss if {theirs:.1e} are served, by Besiroglu {ours:.1e};\n"
+    notes += "but 15T are beyond ten times the data of either law."
     title = f"over-training on purpose: the loss of a compute-optimal 13B, {served:.3g} tokens served:"
     head = "|N, 1e9|D, 1e12|D/N|loss|training|serving|FLOPs"
     return Table(title, head, "|.2f|.3f|.0f|.3f|.2e|.2e|.2e", rows, notes)
@@ -659,10 +703,10 @@ def plan_table(p: dict, args) -> Table:
         ("tokens D", f"{p['tokens']:.3g}, {p['tokens_per_param']:,.1f} a parameter"),
         ("training FLOPs 6ND", f"{p['flops']:.3g}"),
         (f"loss by {REFIT}", f"{p['loss']:.3f} nats a token{extrapolated}"),
-        (f"{args.gpu}-hours at MFU {args.mfu:.0%}, goodput {p['goodput']:.1%}", f"{p['gpu_hours']:,.0f}"),
-        (f"days on {args.gpus:,}", f"{p['days']:,.2f}"),
+        (f"{args.gpu}-hours at MFU {args.mfu:.3g}, goodput {p['goodput']:.1%}", f"{p['gpu_hours']:,.0f}"),
+        (f"days on {args.gpus:,}", f"{p['days']:,.3g}"),
         ("cost", f"{p['cost']:,.0f}" if p["cost"] else "not asked: --price of a GPU-hour"),
-        ("energy of the boards, at most", f"{p['mwh']:,.2f} MWh"),
+        ("energy of the boards, at most", f"{p['mwh']:,.3g} MWh"),
     ]
     stages = ("unsharded", "ZeRO 1", "ZeRO 2", "ZeRO 3")
     for name, size, fits in zip(stages, p["memory"], p["fits"], strict=True):
@@ -677,7 +721,8 @@ def draw_fit(axes, found: dict) -> None:
     """The exponents of the bootstrap replicates, and the ellipse that would hold 95 % if they were normal."""
     alpha, beta = np.array(found["sample"]).T
     circle = np.exp(1j * np.linspace(0, 2 * np.pi, 100))
-    ellipse = math.sqrt(5.99) * np.linalg.cholesky(np.cov(alpha, beta)) @ [circle.real, circle.imag]
+    values, axes_of = np.linalg.eigh(np.cov(alpha, beta))
+    ellipse = axes_of @ np.diag(np.sqrt(5.99 * values.clip(0))) @ [circle.real, circle.imag]
     axes.plot(alpha, beta, ".", color="C0", alpha=0.1, ms=3)
     axes.plot(ellipse[0] + alpha.mean(), ellipse[1] + beta.mean(), color="black", lw=1, label="95 %")
     axes.plot(found["refit"]["alpha"], found["refit"]["beta"], "k*", ms=12, label="these runs")
@@ -737,7 +782,7 @@ def quantity(text: str) -> float:
         value = scale * float(text[:-1] if scale > 1 else text)
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
+    if not 1e-3 <= value <= 1e30:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a positive number such as 7e9, 7B or 1.4T")
     return value
 
@@ -767,6 +812,10 @@ def parse():
     given = sum(value is not None for value in (args.params, args.tokens, args.flops))
     if args.plan != (1 <= given <= 2):
         parser.error("--plan goes with one or two of --params, --tokens, --flops")
+    if sum((args.plan, bool(args.points), args.recorded, args.full, args.quick and not args.points)) > 1:
+        parser.error("--plan, --points, --recorded, --full and --quick exclude each other")
+    if args.drop is not None and not args.points:
+        parser.error("--drop goes with --points")
     return args
 
 
@@ -788,15 +837,19 @@ def main():
         common.save_figure(args.out / f"{NAME}.png", draw([], [], results))
     else:
         if args.recorded:
-            recorded = json.loads((Path(__file__).parent / f"results/{NAME}.json").read_text())
+            recorded = Path(__file__).parent / f"results/{NAME}.json"
+            if not recorded.exists():
+                raise BadInput(f"--recorded: there is no {recorded}")
+            recorded = json.loads(recorded.read_text())
             sweep, runs = recorded["sweep"], recorded["runs"]
         else:
             budgets = QUICK if args.quick else FULL if args.full else STUDY
             at = ((1e10, 24, 1),) if args.quick else SWEEP
             sweep, runs = study(budgets, at, common.writable(args.out / NAME), args.seed)
-        tables, results = study_tables(sweep, runs, args.seed)
         N, D, L = zip(*((total_parameters(r["d"], r["L"]), r["D"], r["loss"]) for r in runs), strict=True)
-        results |= refit(N, D, L, replicates, args.seed) | {"sweep": sweep, "runs": runs}
+        results = refit(N, D, L, replicates, args.seed, needed=0)
+        tables, of_study = study_tables(sweep, runs, results, args.seed)
+        results |= of_study | {"sweep": sweep, "runs": runs}
         fitted = refit_table("approach 3, on the same runs:", results, results["isoflop"][-1]["C"])
         shown = [*compute_tables(), *law_tables(), *tables, fitted, serve_table(args.inference_tokens)]
         common.save_figure(args.out / f"{NAME}.png", draw(runs, results["isoflop"], results))

@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, doc: str):
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-        self.add_argument("--quick", action="store_true", help="every section in about ten seconds")
+        self.add_argument("--quick", action="store_true", help="every section, in seconds")
         self.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
         self.add_argument("--out", default=Path("out"), type=Path, metavar="DIR", help="default: out")
         self.add_argument("--seed", default=0, type=natural, help="default: 0")
@@ -345,7 +345,11 @@ def save_json(path: Path, results: dict) -> None:
 
 def save_results(args, device: torch.device, results: dict, tables: list[Table] = ()) -> None:
     """NAME.json in the output folder: results, each table by its title, the machine and the arguments."""
-    results |= {table.title.rstrip(":"): table.records() for table in tables}
+    for table in tables:
+        title = table.title.rstrip(":")
+        results[title] = table.records()
+        if table.notes:
+            results[f"{title}, notes"] = table.notes.splitlines()
     results |= {"machine": machine(device)}
     results |= {"args": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}}
     save_json(args.out / f"{Path(sys.argv[0]).stem}.json", results)

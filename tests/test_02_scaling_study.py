@@ -344,7 +344,7 @@ def test_the_same_command_again_gives_the_same_table(quick_run):
 
 def test_ctrl_c_leaves_no_process_and_what_was_finished(quick_run, tmp_path):
     mark = f"mark_of_test_{os.getpid()}"
-    arguments = command("02_scaling_study.py", "--quick", "--precision", "fp32", "--seed", 3)
+    arguments = command("02_scaling_study.py", "--quick", "--precision", "fp32", "--steps", 14)
     process = subprocess.Popen(
         arguments, cwd=tmp_path, env=os.environ | {"MARK": mark}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,

@@ -174,18 +174,45 @@ def test_the_gradient_and_the_objective_are_those_of_autograd():
     assert loss.item() == pytest.approx(objective.item()) and t.grad[:3].abs().max() < 1e-7
 
 
+GRID = np.geomspace(1e7, 1e9, 9)
+OTHER = np.geomspace(1e9, 1e11, 9)[[3, 1, 4, 8, 5, 2, 6, 0, 7]]
+
+
 @pytest.mark.parametrize(
-    ("N", "D", "message"),
+    ("N", "D", "L", "message"),
     [
-        (np.ones(5), np.arange(1, 6), "6 are the least"),
-        (np.full(9, 1e9), np.geomspace(1e9, 1e11, 9), "N is the same"),
-        (np.geomspace(1e7, 1e9, 9), np.full(9, 1e9), "D is the same"),
-        (np.geomspace(1e7, 1e9, 9), 20 * np.geomspace(1e7, 1e9, 9), "D / N is the same"),
+        (GRID[:5], OTHER[:5], GRID[:5], "5 runs of different N or D"),
+        (
+            np.repeat(GRID[:2], 6),
+            np.repeat(OTHER[:2], 6),
+            np.linspace(2, 3, 12),
+            "2 runs of different N or D",
+        ),
+        (np.full(9, 1e9), OTHER, np.linspace(2, 3, 9), "N is the same"),
+        (GRID, np.full(9, 1e9), np.linspace(2, 3, 9), "D is the same"),
+        (GRID, GRID * np.linspace(20, 21, 9), np.linspace(2, 3, 9), "D / N is the same"),
+        (
+            GRID,
+            OTHER,
+            2 + 0.1 * np.log(GRID / 1e7) + 0.1 * np.log(OTHER / 1e9),
+            "must fall|have a law",
+        ),
     ],
 )
-def test_runs_that_cannot_identify_the_law_are_refused(N, D, message):
+def test_runs_that_cannot_identify_the_law_are_refused(N, D, L, message, few_starts):
     with pytest.raises(common.BadInput, match=message):
-        script.refit(N, D, np.linspace(2, 3, len(N)), 10, 0)
+        script.refit(N, D, L, 50, 0)
+
+
+def test_noise_free_points_go_through_the_script(tmp_path):
+    N, D, L = grid_of_runs(script.LAWS[script.REFIT])
+    rows = [f"{n!r},{d!r},{loss!r}" for n, d, loss in zip(N.tolist(), D.tolist(), L.tolist(), strict=True)]
+    (tmp_path / "points.csv").write_text("\n".join(["N,D,loss", *rows]))
+    done = run_script(f"{NAME}.py", "--points", "points.csv", "--quick", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / f"out/{NAME}.json").read_text())["refit"]
+    for name, value in asdict(script.LAWS[script.REFIT]).items():
+        assert found[name] == pytest.approx(value, rel=1e-4)
 
 
 def test_points_as_people_have_them(tmp_path):
@@ -197,6 +224,7 @@ def test_points_as_people_have_them(tmp_path):
     for text, message in {
         "N,D\n1,2\n": "no column 'loss'", "": "6 are the least", "N,D,loss\n1,2,x\n": "could not convert",
         "N,D,loss\n1,2,-3\n": "must be positive", "N,D,loss\n1,2,nan\n": "must be positive",
+        "N;D;loss\n1;2;3\n": "no column 'n' among n;d;loss",
         "N,D,loss\n1,2\n": "--points",
     }.items():  # fmt: skip
         path.write_text(text)
@@ -272,6 +300,10 @@ def test_a_resumed_study_equals_an_uninterrupted_one(tmp_path, monkeypatch):
     for result, run in zip(whole, few_runs(), strict=True):
         assert 1 < result["loss"] < 6 and result["D"] == run.steps * 512 and result["d"] == run.d
     assert len({run.path(tmp_path) for run in [*few_runs(), *few_runs(1)]}) == 8
+    few_runs()[0].path(tmp_path / "parts").write_text("")  # as a disk that was full may leave it
+    assert script.train_all(few_runs(), tmp_path / "parts", 0) == whole
+    monkeypatch.setattr(script, "RECIPE", "edited")
+    assert few_runs()[0].result(tmp_path / "parts") is None
 
 
 # Over-training and the planner
@@ -346,7 +378,9 @@ def test_the_recorded_runs(tmp_path):
     minima = json.loads((ROOT / f"results/{NAME}.json").read_text())["isoflop"]
     N = [m["N_opt"] for m in minima]
     assert all(a < b for a, b in itertools.pairwise(N)) and all(m["inside"] for m in minima)
-    assert all(5 < m["tokens_per_param"] < 110 for m in minima)
+    ratios = [m["tokens_per_param"] for m in minima]
+    claims = (ROOT / "CLAIMS.md").read_text()
+    assert ", ".join(f"{ratio:.0f}" for ratio in ratios) + " at budgets of the same size" in claims
 
 
 def test_ctrl_c_keeps_what_is_finished(tmp_path):
@@ -377,6 +411,11 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path):
         (["--plan", "--params", "7B", "--mfu", "1.2"], "above 1"),
         (["--plan", "--params", "7B", "--gpu", "H900"], "invalid choice"),
         (["--points", "none.csv"], "No such file"),
+        (["--plan", "--params", "7B", "--points", "none.csv"], "exclude each other"),
+        (["--recorded", "--full"], "exclude each other"),
+        (["--drop", "3"], "--drop goes with --points"),
+        (["--plan", "--params", "1e200"], "positive number"),
+        (["--plan", "--params", "7B", "--gpus", "100000000"], "leaves no time"),
     ],
 )
 def test_nonsense_takes_one_line(arguments, message, tmp_path, monkeypatch, capsys):
