@@ -409,34 +409,49 @@ def work(queue, folder: Path, seed: int, steps_done) -> None:
     data = common.split_corpus(read_library(seed)[0], T)
     for index, run in iter(queue.get, None):
         result = train(run, *data, partial(steps_done.__setitem__, index))
+        if not math.isfinite(result["loss"]):
+            raise CheckFailed(f"d={run.d}, L={run.L} diverged at learning rate {run.rate:g}")
         common.save_json(run.path(folder), result)
 
 
-def train_all(runs: list[Run], folder: Path, seed: int) -> list[dict]:
-    """The results of all runs; those not yet in `folder` are trained side by side, the longest first."""
-    missing = sorted({run for run in runs if not run.result(folder)}, key=lambda run: -run.steps)
-    if missing and len(missing) < len(runs):
-        print(f"{folder}: {len(runs) - len(missing)} of {len(runs)} runs are there", file=sys.stderr)
-    spawn, jobs = multiprocessing.get_context("spawn"), min(len(missing), common.usable_cpus())
-    queue, steps_done = spawn.SimpleQueue(), spawn.Array("q", max(1, len(missing)), lock=False)
-    for item in [*enumerate(missing), *[None] * jobs]:
+def missing(runs: list[Run], folder: Path) -> list[Run]:
+    """Those not yet in `folder`, the longest first."""
+    return sorted({run for run in runs if not run.result(folder)}, key=lambda run: -run.steps)
+
+
+def train_all(runs: list[Run], folder: Path, seed: int, bar: tqdm) -> list[dict]:
+    """The results of all runs; those that are missing are trained side by side, their FLOPs on the bar."""
+    new, before = missing(runs, folder), bar.n
+    spawn, jobs = multiprocessing.get_context("spawn"), min(len(new), common.usable_cpus())
+    queue, steps_done = spawn.SimpleQueue(), spawn.Array("q", max(1, len(new)), lock=False)
+    for item in [*enumerate(new), *[None] * jobs]:
         queue.put(item)
-    flops = np.array([B * T * flops_per_token(run.d, run.L) for run in missing] or [0])
-    total = int(flops @ ([run.steps for run in missing] or [0]))
-    with tqdm(total=total, unit="FLOP", unit_scale=True, mininterval=1, disable=not missing) as bar:
-        jobs = {f"training process {i + 1}": (queue, folder, seed, steps_done) for i in range(jobs)}
-        common.run_processes(work, jobs, tick=lambda: bar.update(int(flops @ list(steps_done)) - bar.n))
+
+    def tick():
+        tokens = [B * T * steps for steps in steps_done[: len(new)]]
+        done = sum(n * flops_per_token(run.d, run.L) for n, run in zip(tokens, new, strict=True))
+        bar.update(before + done - bar.n)
+
+    processes = {f"training process {i + 1}": (queue, folder, seed, steps_done) for i in range(jobs)}
+    common.run_processes(work, processes, tick)
     return [run.result(folder) for run in runs]
 
 
 def study(plan: dict, sweep, folder: Path, seed: int) -> tuple[list[dict], list[dict]]:
     """(runs of the sweep, runs of the study at the rate whose losses in the sweep are lowest)."""
-    corpus = read_library(seed)[1]
-    tried = [Run(C, d, L, rate, seed, corpus) for C, d, L in sweep for rate in RATES]
-    tried = train_all(tried, folder, seed)
-    best = min(RATES, key=lambda rate: sum(run["loss"] for run in tried if run["rate"] == rate))
-    runs = [Run(C, d, L, best, seed, corpus) for C in plan for d, L in plan[C]]
-    return tried, train_all(runs, folder, seed)
+    new = partial(Run, seed=seed, corpus=read_library(seed)[1])
+    tried = [new(C, d, L, rate) for C, d, L in sweep for rate in RATES]
+    first = missing(tried, folder)
+    with tqdm(unit="FLOP", unit_scale=True, mininterval=1) as bar:
+        rest = (C for C in plan for size in plan[C] if (C, *size) not in sweep)
+        bar.total = sum(run.budget for run in first) + sum(rest)
+        results = train_all(tried, folder, seed, bar)
+        best = min(RATES, key=lambda rate: sum(run["loss"] for run in results if run["rate"] == rate))
+        runs = [new(C, d, L, best) for C in plan for d, L in plan[C]]
+        bar.total = bar.n + sum(run.budget for run in missing(runs, folder))
+        if not first:
+            print(f"{folder}: {len(missing(runs, folder))} of {len(runs)} runs are missing", file=sys.stderr)
+        return results, train_all(runs, folder, seed, bar)
 
 
 def minimum(x, y) -> float:

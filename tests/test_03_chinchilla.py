@@ -282,26 +282,27 @@ def few_runs(seed=0):
 
 
 def test_a_resumed_study_equals_an_uninterrupted_one(tmp_path, monkeypatch):
-    started = []
+    started, bar = [], script.tqdm(disable=True)
 
     def here(target, jobs, tick):
         started.extend(jobs)
         for arguments in jobs.values():
             target(*arguments)
+        tick()
 
     monkeypatch.setattr(common, "run_processes", here)
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
-    whole = script.train_all(few_runs(), tmp_path / "whole", 0)
-    script.train_all(few_runs()[:2], tmp_path / "parts", 0)
-    assert script.train_all(few_runs(), tmp_path / "parts", 0) == whole
+    whole = script.train_all(few_runs(), tmp_path / "whole", 0, bar)
+    script.train_all(few_runs()[:2], tmp_path / "parts", 0, bar)
+    assert script.train_all(few_runs(), tmp_path / "parts", 0, bar) == whole
     count = len(started)
-    assert script.train_all(few_runs(), tmp_path / "parts", 0) == whole and len(started) == count
+    assert script.train_all(few_runs(), tmp_path / "parts", 0, bar) == whole and len(started) == count
     for result, run in zip(whole, few_runs(), strict=True):
         assert 1 < result["loss"] < 6 and result["D"] == run.steps * 512 and result["d"] == run.d
     assert len({run.path(tmp_path) for run in [*few_runs(), *few_runs(1)]}) == 8
     few_runs()[0].path(tmp_path / "parts").write_text("")  # as a disk that was full may leave it
-    assert script.train_all(few_runs(), tmp_path / "parts", 0) == whole
+    assert script.train_all(few_runs(), tmp_path / "parts", 0, bar) == whole
     monkeypatch.setattr(script, "RECIPE", "edited")
     assert few_runs()[0].result(tmp_path / "parts") is None
 
