@@ -13,7 +13,7 @@ train if many tokens will be served; a planner. You will see
 
     python 03_chinchilla.py                     trains for about five minutes on two cores, 1.5 GB
     python 03_chinchilla.py --recorded          with the runs recorded in results/: seconds
-    python 03_chinchilla.py --quick             two small budgets, few sizes: twenty seconds
+    python 03_chinchilla.py --quick             every section in twenty seconds, on budgets that tell little
     python 03_chinchilla.py --points FILE.csv   fits the law to your own runs: columns N, D, loss
     python 03_chinchilla.py --plan --params 7B --tokens 140B --gpu H100 --gpus 64
 After Ctrl-C the same command goes on: no finished run is repeated.
@@ -34,6 +34,7 @@ import math
 import multiprocessing
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -244,7 +245,13 @@ def fit(N, D, L, starts, weights):
     to_data[3, 0], to_data[4, 1] = centre = logs[:2].mean(1)
     logs[:2] -= centre[:, None]  # so that ln A and alpha no longer move together: a far better condition
     starts, weights = (starts @ to_data.inverse()).split(500), weights.expand(len(starts), -1).split(500)
-    parts = zip(*(minimise(s, logs, w) for s, w in zip(starts, weights, strict=True)), strict=True)
+
+    def part(start, weight):
+        torch.set_num_threads(1)  # a part a core: threads inside it would wait for each other at every line
+        return minimise(start, logs, weight)
+
+    with ThreadPoolExecutor(common.usable_cpus()) as pool:
+        parts = zip(*pool.map(part, starts, weights), strict=True)
     theta, objective, gradient = map(torch.cat, parts)
     return theta @ to_data, objective, gradient
 
@@ -641,7 +648,9 @@ def refit_table(title: str, found: dict, C: float) -> Table:
     far = max(N / largest["N"], D / largest["D"]) > 10
     notes += ", beyond ten times the data: not to be trusted." if far else "."
     A, B = (high / low for low, high in (found["refit_interval"]["A"], found["refit_interval"]["B"]))
-    if max(A, B) > 2:
+    if max(A, B) > 1e6:
+        notes += "\nA or B can be anything: these runs do not tell the law."
+    elif max(A, B) > 2:
         notes += f"\nA is told to a factor of {A:,.3g}, B of {B:,.3g}: the constants trade off, and only what"
         notes += "\nthey say together, the loss near the data, is told well."
     if r["E"] < 1e-3:
