@@ -50,18 +50,8 @@ from common import GPT, BadInput, CheckFailed, Table, V, batch
 NAME = Path(__file__).stem
 B, T = 8, 64  # sequences in a batch: few, as small budgets need many steps; tokens in a sequence
 SIZES = (
-    (16, 1),
-    (24, 1),
-    (32, 1),
-    (40, 1),
-    (48, 1),
-    (48, 2),
-    (56, 2),
-    (64, 2),
-    (80, 2),
-    (96, 2),
-    (128, 3),
-)  # d, L
+    (16, 1), (24, 1), (32, 1), (40, 1), (48, 1), (48, 2), (56, 2), (64, 2), (80, 2), (96, 2), (128, 3)
+)  # (d, L)  # fmt: skip
 STUDY = {3e11: SIZES[0:7], 1e12: SIZES[1:8], 3e12: SIZES[4:9]}  # counted FLOPs: the sizes tried
 QUICK, FULL = {1e10: SIZES[0:5], 3e10: SIZES[0:5]}, STUDY | {1e13: SIZES[6:11]}
 SWEEP = tuple((3e11, d, L) for d, L in ((32, 1), (48, 2)))  # where the learning rate is chosen
@@ -225,6 +215,7 @@ def minimise(theta, logs, weights, steps: int = 300, tolerance: float = 5e-9):
         if not going.all():  # those that have arrived are left alone
             active, theta, w, mu, J, gradient = (t[going] for t in (active, theta, w, mu, J, gradient))
             f, p, r, psi = state = [t[going] for t in state]
+        # The sum of w (psi' J J^T + psi (sum of p x x^T - J J^T)), where psi' is 1 within HUBER and 0 beyond.
         H = (J * (w * (r.abs() <= HUBER) - w * psi)[..., None]).mT @ J
         H += ((p * (w * psi)[:, None]).reshape(-1, 3 * n) @ outer).view(-1, 5, 5)
         values, Q = torch.linalg.eigh(H)
