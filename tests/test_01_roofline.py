@@ -296,7 +296,11 @@ def test_bad_input_takes_one_line(arguments, message, tmp_path):
 
 def test_the_recorded_run_shows_what_the_claims_say():
     recorded = json.loads((ROOT / "results/01_roofline.json").read_text())
-    tables = {title.split(",")[0]: rows for title, rows in recorded.items() if isinstance(rows, list)}
+    tables = {
+        title.split(",")[0]: rows
+        for title, rows in recorded.items()
+        if isinstance(rows, list) and not title.endswith(", notes")
+    }
     fp32 = next(row for row in tables["matmul"] if row[""] == "fp32")
     assert fp32["n=32"] < fp32["n=2048"] / 5
     ready, new = (float(re.search(r"([\d.]+) GB/s", line)[1]) for line in recorded["source"][-2:])
