@@ -275,9 +275,7 @@ def refit(N, D, L, replicates: int, seed: int, needed: float = 0.5) -> dict:
     again = again[(slopes < 1e-8) & (again.abs().amax(1) < 200)]  # the rest ran off to infinity
     law = law_of(theta[best])
     if min(law.alpha, law.beta) <= 0:
-        raise BadInput(
-            f"the fit has alpha {law.alpha:.3g}, beta {law.beta:.3g}: the loss must fall with both"
-        )
+        raise BadInput(f"alpha {law.alpha:.3g}, beta {law.beta:.3g} fit best: the loss must fall with both")
     if len(again) < max(2, needed * replicates):
         raise BadInput(f"only {len(again)} of {replicates} bootstrap replicates have a law: too few runs")
     sample = np.array([[*asdict(one).values(), one.a] for one in map(law_of, again)])
@@ -292,6 +290,11 @@ def refit(N, D, L, replicates: int, seed: int, needed: float = 0.5) -> dict:
         "largest": {"N": float(N.max()), "D": float(D.max())},
         "sample": sample[:, 3:5].tolist(),  # alpha, beta
     }
+
+
+def law_in(found: dict) -> Law:
+    """The law of what `refit` returned."""
+    return Law(*(found["refit"][name] for name in ("E", "A", "B", "alpha", "beta")))
 
 
 def read_points(path: Path, drop: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -604,10 +607,8 @@ def law_tables() -> list[Table]:
         mark = " *" if beyond(N, 20 * N) else ""
         sizes.append((f"{N / 1e9:.0f}B{mark}", 20 * N / 1e12, 120 * N * N, LAWS[REFIT].loss(N, 20 * N)))
     head = "|E|A|B|alpha|beta|a|N, 1e9|D/N|a, bare N|a, whole N"
-    notes = (
-        "N and D/N: the best for 5.76e23 FLOPs. The last two: the exponent that a law shows on models of\n"
-    )
-    notes += "Kaplan's sizes, N without and with embeddings; he found .73 (Pearce & Song 2024)."
+    notes = "N and D/N: the best for 5.76e23 FLOPs. The last two: the exponent that a law shows on models\n"
+    notes += "of Kaplan's sizes, N without and with embeddings; he found .73 (Pearce & Song 2024)."
     kaplans = f"Kaplan: L(N=1e9) {kaplan_N(1e9):.3f}, L(D=1e9) {kaplan_D(1e9):.3f},"
     kaplans += f" L(1 PF-day) {kaplan_C(PF_DAY):.3f}; twice the N, {1 - 2**-0.076:.1%} less loss.\n"
     kaplans += "His laws fall for ever, the later ones have a floor, E."
@@ -617,9 +618,7 @@ def law_tables() -> list[Table]:
     mix_up = "`kaplan_loss` with Chinchilla's constants and without E; in nats a token, not bits a character:"
     return [
         Table("laws:", head, "|.4f|.2f|.2f|.4f|.4f|.3f|.1f|.1f|.2f|.2f", rows, notes),
-        Table(
-            "from .73 to .50, measured step by step (Porian et al. 2024):", "|a", "|.3f", list(PORIAN.items())
-        ),
+        Table("from .73 to .50, step by step (Porian et al. 2024):", "|a", "|.3f", list(PORIAN.items())),
         Table(mix_up, "|as printed|with E|Kaplan's law", "|.3f|.3f|.3f", mixed, kaplans),
         Table("20 tokens a parameter:", "|D, 1e12|6ND|loss, Besiroglu", "|.2f|.2e|.3f", sizes, rule),
     ]
@@ -631,7 +630,7 @@ def refit_table(title: str, found: dict, C: float) -> Table:
     for name, se in found["refit_se"].items():
         told = se < 10 * abs(r[name])  # a few replicates far out make the others' spread senseless
         rows.append((name, r[name], se if told else None, *found["refit_interval"][name]))
-    N, D = Law(*(r[name] for name in ("E", "A", "B", "alpha", "beta"))).optimum(C)
+    N, D = law_in(found).optimum(C)
     notes = f"n = {r['n']}, objective {r['objective']:.7e}, gradient {r['gradient']:.0e}. {r['starts']:,} of"
     notes += f" {len(STARTS):,} starts converged,\n{r['replicates']:,} of {r['of']:,} bootstrap replicates."
     notes += f" Best for {C:.3g} FLOPs: N {N:.3g}, D/N {D / N:.3g}"
@@ -670,11 +669,9 @@ def study_tables(sweep: list[dict], runs: list[dict], found: dict, seed: int) ->
     D = np.array([r["D"] for r in lowest])
     a = np.polyfit(np.log([m["C"] for m in minima]), np.log(N), 1)[0]
     slopes.append(("approach 1: the best runs, N total", float(a), None, None, *(D / N).tolist()))
-    if "refit" in found:
-        law = Law(*(found["refit"][name] for name in ("E", "A", "B", "alpha", "beta")))
-        ratios = [D / N for N, D in (law.optimum(m["C"]) for m in minima)]
-        interval = found["refit_interval"]["a"]
-        slopes.append(("approach 3: the fit, N total, C = 6ND", law.a, *interval, *ratios))
+    law, interval = law_in(found), found["refit_interval"]["a"]
+    ratios = [D / N for N, D in (law.optimum(m["C"]) for m in minima)]
+    slopes.append(("approach 3: the fit, N total, C = 6ND", law.a, *interval, *ratios))
     ways = [dict(zip(("way", "a", "low", "high"), row, strict=False)) for row in slopes]
     kept = [{key: value for key, value in m.items() if key != "sample"} for m in minima]
     n, ratios = len(minima), "".join(f"|D/N, {m['C']:.0e}" for m in minima)
@@ -700,11 +697,9 @@ def serve_table(served: float) -> Table:
         rows.append((name, N / 1e9, D / 1e12, D / N, SARDANA.loss(N, D), *flops))
     ours, theirs = (justifying_tokens(law, 8e9, 15e12) for law in (LAWS[REFIT], SARDANA))
     less = 1 - rows[1][-1] / rows[0][-1]
-    notes = (
-        f"{less:.1%} fewer FLOPs, by the constants of Sardana et al. 2023. 8B on 15T tokens, 94 times 20 a\n"
-    )
-    notes += f"parameter, is the cheapest of its loss if {theirs:.1e} are served, by Besiroglu {ours:.1e};\n"
-    notes += "but 15T are beyond ten times the data of either law."
+    notes = f"{less:.1%} fewer FLOPs, by the constants of Sardana et al. 2023. 8B on 15T tokens, 94 times\n"
+    notes += f"20 a parameter, is the cheapest of its loss if {theirs:.1e} are served, or {ours:.1e} by\n"
+    notes += "Besiroglu; but 15T are beyond ten times the data of either law."
     title = f"over-training on purpose: the loss of a compute-optimal 13B, {served:.3g} tokens served:"
     head = "|N, 1e9|D, 1e12|D/N|loss|training|serving|FLOPs"
     return Table(title, head, "|.2f|.3f|.0f|.3f|.2e|.2e|.2e", rows, notes)
@@ -770,7 +765,7 @@ def draw(runs: list[dict], minima: list[dict], found: dict):
         left.plot(m["N_opt"], np.polyval(curve, math.log(m["N_opt"])), "*", color="black", ms=12)
     left.set(xscale="log", xlabel="parameters N, with embeddings", ylabel="validation loss (nats a byte)")
     ticks = [t for t in (1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6) if left.get_xlim()[0] < t < left.get_xlim()[1]]
-    left.set_xticks(ticks, [f"{t / 1e3:,.0f}k" for t in ticks], minor=False)
+    left.set_xticks(ticks, [f"{t / 1e3:,.0f}k" for t in ticks])
     left.minorticks_off()
     left.set_title("At each budget one size is best (stars)")
     keys = ("C", "N_opt", "D_opt", "low", "high")
