@@ -157,18 +157,6 @@ def count_tiles(n: int, tiles, seed: int) -> list[tuple]:
 
 
 # %% 3. The roofs of this machine
-def usable_memory(device: torch.device, root: Path = Path("/")) -> int:
-    """Bytes that this process may still take: of the GPU, or what the system has free, cut to its cgroups."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info()[0]
-    info, free = root / "proc/meminfo", 4 * 2**30  # where nothing can be read: a small laptop's
-    for line in info.read_text().splitlines() if info.exists() else ():
-        if line.startswith("MemAvailable:"):
-            free = 1024 * int(line.split()[1])
-    limits = common.cgroup_limits("memory", ("memory.max",), ("memory.limit_in_bytes",), root)
-    return min([free, *(limit for (limit,) in limits)])
-
-
 @dataclass(frozen=True)
 class Point:
     """An operation and the median seconds of a call."""
@@ -524,7 +512,7 @@ def main():
     parser.add_argument("--gpu-specs", action="store_true", help="draw the GPUs' data-sheet roofs too")
     args = parser.parse_args()
     device, threads = common.choose_device(args.device), common.usable_cpus()
-    quick, gpu, memory = args.quick, device.type == "cuda", usable_memory(device) // 4
+    quick, gpu, memory = args.quick, device.type == "cuda", common.usable_memory(device) // 4
     if memory < 2**28:
         raise BadInput(f"this process may use {4 * memory / 1e9:.1f} GB of memory, 1.1 GB are needed")
     common.writable(args.out)

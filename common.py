@@ -268,6 +268,18 @@ def usable_cpus(root: Path = Path("/")) -> int:
     return max(1, min([cpus, *quotas]))
 
 
+def usable_memory(device: torch.device, root: Path = Path("/")) -> int:
+    """Bytes that this process may still take: of the GPU, or what the system has free, cut to its cgroups."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    info, free = root / "proc/meminfo", 4 * 2**30  # where nothing can be read: a small laptop's
+    for line in info.read_text().splitlines() if info.exists() else ():
+        if line.startswith("MemAvailable:"):
+            free = 1024 * int(line.split()[1])
+    limits = cgroup_limits("memory", ("memory.max",), ("memory.limit_in_bytes",), root)
+    return min([free, *(limit for (limit,) in limits)])
+
+
 def machine(device: torch.device) -> dict:
     """What the numbers are measured on, for the JSON."""
     info = Path("/proc/cpuinfo")

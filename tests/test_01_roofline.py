@@ -196,18 +196,6 @@ def test_a_roof_takes_the_better_of_its_medians():
     assert all(p.seconds == 1.0 for p in found.points)
 
 
-def test_memory_is_cut_to_the_cgroup(tmp_path):
-    assert roofline.usable_memory(CPU, tmp_path) == 4 * 2**30
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 3000 kB\n")
-    assert roofline.usable_memory(CPU, tmp_path) == 3000 * 1024
-    (tmp_path / "proc/self/cgroup").write_text("0::/a")
-    (tmp_path / "sys/fs/cgroup/a").mkdir(parents=True)
-    (tmp_path / "sys/fs/cgroup/a/memory.max").write_text("max\n")
-    (tmp_path / "sys/fs/cgroup/memory.max").write_text("1000000\n")
-    assert roofline.usable_memory(CPU, tmp_path) == 1_000_000
-
-
 # What is timed
 def test_layers_of_the_transformer_fit_the_memory_and_do_what_is_said():
     memory = roofline.attention_decode(16, 4, 256, 2, 4).bytes  # of 16 sequences, and not of 64
@@ -318,7 +306,7 @@ def test_the_recorded_run_shows_what_the_claims_say():
 
 
 def test_too_little_memory_is_said(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(roofline, "usable_memory", lambda device: 10**9)
+    monkeypatch.setattr(common, "usable_memory", lambda device: 10**9)
     monkeypatch.setattr("sys.argv", ["01_roofline.py", "--out", str(tmp_path)])
     with pytest.raises(common.BadInput, match=r"may use 1\.0 GB"):
         roofline.main()

@@ -161,6 +161,18 @@ def cgroup(root: Path, line: str, files: dict[str, str]) -> int:
     return common.usable_cpus(root)
 
 
+def test_memory_is_cut_to_the_cgroup(tmp_path):
+    assert common.usable_memory(CPU, tmp_path) == 4 * 2**30
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 3000 kB\n")
+    assert common.usable_memory(CPU, tmp_path) == 3000 * 1024
+    (tmp_path / "proc/self/cgroup").write_text("0::/a")
+    (tmp_path / "sys/fs/cgroup/a").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup/a/memory.max").write_text("max\n")
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("1000000\n")
+    assert common.usable_memory(CPU, tmp_path) == 1_000_000
+
+
 @pytest.mark.parametrize(
     ("line", "files", "expected"),
     [
