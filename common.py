@@ -227,16 +227,16 @@ def choose_precision(name: str, device: torch.device) -> tuple[str, str]:
     return choice, f"{kind} matmuls probed at {gain:.1f}x the speed of fp32"
 
 
-def measure(function, device: torch.device, repeats: int = 15) -> float:
-    """Median seconds of a call after two calls of warm-up, the device synchronised around each."""
+def measure(function, device: torch.device, repeats: int = 15, warm_up: int = 2) -> float:
+    """Median seconds of `repeats` calls after `warm_up` more, the device synchronised around each."""
     seconds = []
-    for _ in range(repeats + 2):
+    for _ in range(warm_up + repeats):
         start = time.perf_counter()
         function()
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[2:])
+    return statistics.median(seconds[warm_up:])
 
 
 def cgroup_limits(controller: str, version_2: tuple, version_1: tuple, root: Path = Path("/")):
