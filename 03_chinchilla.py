@@ -874,4 +874,4 @@ if __name__ == "__main__":
 
 # Left out: a learning rate for each size; batch size; more than one seed a run; data that repeats.
 # Exercise: fit --points to the recorded runs. Which constants move most without the smallest budget, and why?
-# Next: 06_data_parallel.py trains one model on several ranks.
+# Next: 04_flash_attention.py takes the part of the model whose memory grows with the square of the sequence.
