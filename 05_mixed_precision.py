@@ -461,7 +461,7 @@ def recipe_table(found: dict, spread: list[float], skipped: dict, steps: int) ->
     for name, run in found.items():
         last = None if run["failed"] else statistics.mean(run["losses"][-20:])
         moved = run["val"] and run["val"] - base["val"]
-        times = run["seconds"] / base["seconds"]
+        times = None if run["failed"] else run["seconds"] / base["seconds"]
         rows.append((name, last, run["val"], moved, moved and moved / deviation, run["failed"], times))
     notes = f"""Over {len(spread)} seeds val losses of fp32 spread by {deviation:.4f} (standard deviation).
 loss / 4,096: as when gradients of that many micro-batches are added up, here by a factor in fp32.

@@ -2,6 +2,7 @@ import contextlib
 import json
 import math
 import statistics
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -99,6 +100,7 @@ def test_shares_by_hand_and_zeros_do_not_count():
     assert script.shares(g, 2.0, script.BY_NAME["fp16"]) == (0.25, 0.25, 0.25)  # 2^-25 rounds to the even 0
     assert script.shares(g, 4.0, script.BY_NAME["fp16"]) == (0, 0.5, 0.25)
     assert script.shares(g, 1.0, script.BY_NAME["bf16"]) == (0, 0, 0)
+    assert script.shares(torch.tensor([2**-14, 2**-15]), 1.0, script.BY_NAME["fp16"]) == (0, 0.5, 0)
 
 
 def test_gradients_are_those_of_the_model(data):
@@ -181,6 +183,12 @@ def test_fp32_is_plain_training(data):
         assert result["losses"][step] == pytest.approx(loss.item(), abs=1e-6)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_a_divided_loss_changes_nothing_in_fp32(data):
+    divided = replace(recipe("fp32"), divisor=script.MICRO_BATCHES)
+    losses = [script.train(r, 0, 6, *data, CPU, Bar())[0]["losses"] for r in (recipe("fp32"), divided)]
+    assert losses[0] == losses[1]  # to the bit: it is a power of two
 
 
 def test_weights_are_the_rounded_master_weights(data):
