@@ -594,8 +594,8 @@ def time_notes(sizes, found: dict) -> dict[str, str]:
     if both:
         n, gains = both[-1], [obvious["forward", n] / fast["forward", n] for n in both]
         a, b = (times["forward + backward", n] / times["forward", n] for times in (obvious, fast))
-        first = f"""The sources say 4-8x, 2.4x, 4.1x. It depends on n and the machine, here
-from {min(gains):.1f} to {max(gains):.1f}. Up to twofold it is the mask: tiles leave out the scores that it hides."""
+        first = f"""The sources say 4-8x, 2.4x, 4.1x. It depends on n and the machine, here from
+{min(gains):.1f} to {max(gains):.1f}. Up to twofold it is the mask: tiles leave out what it hides."""
         second = f"""Both passes have 3 times the matmuls of forward alone, 2 + 4 to 2; in tiles, which make
 the scores again, 3.5 times, 2 + 5 to 2. At n = {n:,} they took {a:.1f} and {b:.1f} times as long."""
         notes = dict(zip(MODES, (first, second), strict=True))
