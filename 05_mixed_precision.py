@@ -43,6 +43,7 @@ WIDTH, LAYERS, B, T = 32, 1, 16, 64
 STEPS, WARM_UP, LEARNING_RATE, WEIGHT_DECAY = 300, 20, 2e-3, 0.1  # AdamW, linear warm-up, then constant
 SEEDS = 5  # runs in fp32, whose spread is the yardstick
 VAL_BATCHES, VAL_SEED = 25, 123
+SMOOTH, FAR = 15, 3  # steps whose losses are averaged; spreads from which on a run has left that in fp32
 MICRO_BATCHES = 4096  # by which a loss is divided where gradients of that many are accumulated
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -86,9 +87,8 @@ class Format:
         sign = 1 - 2 * (code >> self.e + self.m).double()
         exponent, fraction = code >> self.m & 2**self.e - 1, (code & 2**self.m - 1) * self.eps
         # Exponent 0 has no leading 1: the subnormal numbers, evenly spaced down to 0.
-        value = torch.where(exponent == 0, fraction, 1 + fraction) * 2.0 ** (
-            exponent.clamp(min=1) - self.bias
-        )
+        power = 2.0 ** (exponent.clamp(min=1) - self.bias).double()
+        value = torch.where(exponent == 0, fraction, 1 + fraction) * power
         top = exponent == 2**self.e - 1
         if self.infinity:
             value = torch.where(top, torch.where(fraction == 0, math.inf, math.nan), value)
@@ -97,17 +97,22 @@ class Format:
         return sign * value
 
     def round(self, x):
-        """The nearest number of this format as float64, halfway the even one; infinite beyond `max`."""
+        """The nearest number of this format as float64, halfway the even one; infinite beyond `max`.
+
+        So e4m3 too, though it has no infinity: hardware gives its largest number there, or NaN.
+        """
         x = x.double()
         exponent = (torch.frexp(x).exponent - 1).clamp(min=1 - self.bias)
-        step = 2.0 ** (exponent - self.m)
+        step = 2.0 ** (exponent - self.m).double()
         rounded = torch.round(x / step) * step
         return torch.where(rounded.abs() > self.max, rounded * math.inf, rounded)
 
     def encode(self, x: float) -> str:
-        """The bits of a finite x > 0 as "sign exponent mantissa"."""
-        x = self.round(torch.tensor(x)).item()
-        exponent = max(math.frexp(x)[1] - 1, 1 - self.bias)
+        """The bits of x >= 0 as "sign exponent mantissa". Raises ValueError if x rounds to infinity."""
+        x = self.round(torch.tensor(x, dtype=torch.float64)).item()
+        if not 0 <= x < math.inf:
+            raise ValueError(f"{self.name} has no bits for {x} here")
+        exponent = max(math.frexp(x)[1] - 1, 1 - self.bias) if x else 1 - self.bias
         fraction = round(x / 2.0**exponent * 2**self.m)  # 2^m and more has the leading 1
         code = (exponent + self.bias - 1 << self.m) + fraction
         bits = f"{code:0{1 + self.e + self.m}b}"
@@ -148,11 +153,11 @@ def format_tables() -> list[Table]:
         rows.append((f.name, f"1 + {f.e} + {f.m}", *limits, check_format(f) if f.dtype else None))
         value = f.round(torch.tensor(0.1)).item()
         bits.append((f.name, f.encode(0.1), value, abs(value / 0.1 - 1), f.eps / 2))
-    notes = """The limits are those of torch.finfo. tf32, as a GPU reads float32 in a matmul, has no dtype.
-Of bf16 it is said that it never overflows: it does where fp32 does, as in 1e38 x 10."""
+    notes = """Max, least normal and eps are those of torch.finfo; tf32, as GPUs read float32 in matmuls, has
+no dtype. Of bf16 it is said that it never overflows: it does where fp32 does, within 0.4 %."""
     return [
         Table("formats, from their bits:", "|sign + e + m|max|least normal|least subnormal|eps|codes checked",
-              "||.3e|.3e|.3e|.3e|,", rows, notes),
+              "||.6g|.6g|.6g|.6g|,", rows, notes),
         Table("0.1, bit by bit:", "|sign, exponent, mantissa|is|relative error|at most, eps / 2",
               "||.8f|.1e|.1e", bits),
     ]  # fmt: skip
@@ -194,7 +199,7 @@ def gradient_table(found: dict) -> Table:
     head = "loss scale|weights: to 0|subnormal|overflow|outputs: to 0|subnormal|overflow"
     weights, outputs = map(len, found.values())
     title = f"the gradient of a trained GPT, {weights:,} weights, {outputs:,} outputs of linear layers:"
-    note = "Of those that are not 0 in fp32. To 0: below 2^-25 / scale; overflow: from 65,520 / scale on."
+    note = "Of those that are not 0 in fp32. To 0: up to 2^-25 / scale; overflow: from 65,520 / scale on."
     return Table(title, head, "|.2%|.2%|.2%|.2%|.2%|.2%", rows, note)
 
 
@@ -215,14 +220,14 @@ def accidents(weights, updates) -> Table:
     def variance(x):
         return (x * x).mean() - x.mean() ** 2
 
-    x, y = torch.tensor([12.0, 11.0]), 300 + torch.tensor([-1.0, 1.0]).repeat(32)
+    x, y = torch.tensor([12.0, 11.0]), torch.tensor([254.0, 256.0]).repeat(32)
     cases = {
         "0.001 added up 10,000 times": count_up,
         "1 + 2^-9: a weight and its update": lambda t: (
             torch.ones((), dtype=t) + torch.tensor(2.0**-9, dtype=t)
         ),
         "softmax(12, 11), e^x unshifted": lambda t: softmax(x.to(t)),
-        "LayerNorm's variance, 299 and 301: mean x^2 - (mean x)^2": lambda t: variance(y.to(t)),
+        "LayerNorm's variance, 254 and 256: mean x^2 - (mean x)^2": lambda t: variance(y.to(t)),
         "share of weights that a step of AdamW leaves as they were": lambda t: (
             (weights.to(t) + updates.to(t) == weights.to(t))[updates != 0].double().mean()
         ),
@@ -230,7 +235,7 @@ def accidents(weights, updates) -> Table:
     dtypes = torch.float64, FP32, FP16, BF16
     results = {name: [float(case(t)) for t in dtypes] for name, case in cases.items()}
     rows = [(name, *(x if math.isfinite(x) else None for x in row)) for name, row in results.items()]
-    notes = """-: not a number. A sum stops where half the distance to the next number exceeds what is added,
+    notes = """-: not finite. A sum stops where half the distance to the next number exceeds what is added,
 here at 4 in fp16, 0.5 in bf16; so does a weight. The library's softmax, LayerNorm and sums add up in fp32
 whatever their inputs are, and autocast leaves them in fp32."""
     return Table("what 16 bit make of it:", "|float64|fp32|fp16|bf16", "|.6g|.6g|.6g|.6g", rows, notes)
@@ -250,8 +255,10 @@ class LossScaler:
         self.good_steps, self.overflow = 0, False
 
     def unscale(self, parameters) -> None:
-        """Divide the gradients, in place; to do before they are clipped."""
+        """Divide the gradients, in place; to do before they are clipped. Raises ValueError for fp16."""
         grads = [p.grad for p in parameters if p.grad is not None]
+        if any(g.dtype == FP16 for g in grads):
+            raise ValueError("gradients in fp16 would lose by being divided what scaling has kept")
         for g in grads:
             g /= self.scale
         self.overflow = not all(g.isfinite().all() for g in grads)
@@ -266,7 +273,9 @@ class LossScaler:
         if self.overflow:
             self.scale *= self.backoff
         elif self.good_steps == self.interval:
-            self.scale, self.good_steps = self.scale * self.growth, 0
+            self.good_steps = 0
+            if self.scale * self.growth <= BY_NAME["fp32"].max:
+                self.scale *= self.growth
 
 
 def half_step(model, optimiser, scaler, x, y, factor: float) -> bool:
@@ -322,13 +331,16 @@ def compare_scalers(steps: int, planted, data, seed: int, device) -> Table:
 def scaler_mistakes(steps: int, data, seed: int, device) -> str:
     """A scaler for each step, as in the source, against one for the run; clipping before unscaling."""
     taken = []
-    for one_for_the_run in (True, False):
+    for one_for_the_run, factor in (
+        (True, B * T),
+        (False, B * T),
+        (False, 1),
+    ):  # summed over tokens, or averaged
         model, optimiser, generator = new_model(seed, device)
         scaler, count = LossScaler(), 0
         for _ in range(steps):
             scaler = scaler if one_for_the_run else LossScaler()
-            # Summed over tokens, not averaged: gradients are 1,024 times as large.
-            count += half_step(model, optimiser, scaler, *batch(data, B, T, generator), B * T)
+            count += half_step(model, optimiser, scaler, *batch(data, B, T, generator), factor)
         taken.append(count)
     if not taken[0] > taken[1]:
         raise CheckFailed(f"of {steps} steps one scaler takes {taken[0]}, one a step {taken[1]}")
@@ -336,8 +348,9 @@ def scaler_mistakes(steps: int, data, seed: int, device) -> str:
     (model.loss(*batch(data, B, T, generator)) * 2.0**16).backward()
     norm = clip_grad_norm_(model.parameters(), 1.0) / 2.0**16
     clipped = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()])) / 2.0**16
-    return f"""One scaler for the run takes {taken[0]} of {steps} steps whose loss is summed over the tokens.
-One for each step, as in the source, takes {taken[1]}: each overflows at 2^16, and what it learns is lost.
+    return f"""A scaler made in each step, as in the source, takes {taken[2]} of {steps} steps: 2^16 happens
+to fit the mean loss. Of a loss summed over tokens it takes {taken[1]}, as each starts at 2^16 and overflows;
+one scaler for the run takes {taken[0]}.
 Clipped to 1 before it is unscaled, a gradient of norm {norm:.2f} is left with {clipped:.1e}."""
 
 
@@ -455,6 +468,17 @@ def validation_loss(model, data) -> float:
     return sum(losses) / len(losses)
 
 
+def smooth(losses: list[float]) -> list[float]:
+    """At each step the mean of the last SMOOTH."""
+    return [statistics.mean(losses[max(0, i + 1 - SMOOTH) : i + 1]) for i in range(len(losses))]
+
+
+def leaves(losses: list[float], base: list[float], margin: float) -> int | None:
+    """The first step at which the smoothed losses are more than margin above the base's."""
+    pairs = enumerate(zip(smooth(losses), smooth(base), strict=False), start=1)
+    return next((step for step, (a, b) in pairs if a - b > margin), None)
+
+
 def recipe_table(found: dict, spread: list[float], skipped: dict, steps: int) -> Table:
     """Losses side by side. found: by recipe name; spread: val losses in fp32 over seeds."""
     base, deviation, rows = found["fp32"], statistics.stdev(spread), []
@@ -462,14 +486,16 @@ def recipe_table(found: dict, spread: list[float], skipped: dict, steps: int) ->
         last = None if run["failed"] else statistics.mean(run["losses"][-20:])
         moved = run["val"] and run["val"] - base["val"]
         times = None if run["failed"] else run["seconds"] / base["seconds"]
-        rows.append((name, last, run["val"], moved, moved and moved / deviation, run["failed"], times))
+        steps_of = run["left"], run["failed"]
+        rows.append((name, last, run["val"], moved, moved and moved / deviation, *steps_of, times))
     notes = f"""Over {len(spread)} seeds val losses of fp32 spread by {deviation:.4f} (standard deviation).
+leaves at: the step where the mean train loss of {SMOOTH} is more than {FAR} spreads above that of fp32.
 loss / 4,096: as when gradients of that many micro-batches are added up, here by a factor in fp32.
-fp16 weights fail as AdamW's 1e-8 rounds to 0: a weight without a gradient moves by 0 / 0."""
+fp16 weights: 0.001 g^2 and AdamW's 1e-8 round to 0, so that weights move by m / 0."""
     notes = "\n".join([notes, *(f"{name} skipped: {why}" for name, why in skipped.items())])
-    head = "|train loss|val loss|minus fp32|in spreads|fails at step|step time / fp32"
+    head = "|train loss|val loss|minus fp32|in spreads|leaves at|not finite at|step time / fp32"
     title = f"GPT of {WIDTH} x {LAYERS}, {steps} steps from the same start on the same batches, nats a token:"
-    return Table(title, head, "|.4f|.4f|+.4f|+.2f||.2f", rows, notes)
+    return Table(title, head, "|.4f|.4f|+.4f|+.2f|||.2f", rows, notes)
 
 
 def bytes_table(found: dict) -> Table:
@@ -487,28 +513,31 @@ master weights we hold gradients in fp32, 18 in all; the ZeRO paper, in 16 bit: 
 
 # %% 5. Speed, and fp8
 def speed_table(sizes, device) -> Table:
-    """Matmuls in each format, as ratios to fp32; the larger ones only where the smallest is not slower."""
-    rows, base = [], {}
-    for name, dtype in ("fp32", FP32), ("tf32", FP32), ("bf16", BF16), ("fp16", FP16):
+    """Matmuls in each format, as ratios to fp32; larger ones only where the smallest shows units for it."""
+    rows, notes, base, exact = [], [], {}, None
+
+    def product(name, dtype, n):
         common.set_precision(name, device)
-        cells = []
-        for n in sizes:
-            if cells and not cells[0] >= 1:
-                cells.append(None)
-                continue
-            a = torch.randn(n, n, device=device).to(dtype)
-            out = torch.empty_like(a)
-            seconds = common.measure(partial(torch.mm, a, a, out=out), device, 9)
-            base.setdefault(n, seconds)
-            cells.append(base[n] / seconds)
-        rows.append((name, *cells))
+        a = torch.ones(n, n, dtype=dtype, device=device).cumsum(0).sqrt()
+        out = torch.empty_like(a)
+        seconds = common.measure(partial(torch.mm, a, a, out=out), device, 9)
+        return base.setdefault(n, seconds) / seconds, out
+
+    smallest, *larger = sizes
+    for name, dtype in ("fp32", FP32), ("tf32", FP32), ("bf16", BF16), ("fp16", FP16):
+        ratio, out = product(name, dtype, smallest)
+        exact, why = (out if name == "fp32" else exact), ""
+        if name == "tf32" and torch.equal(out, exact):
+            why = "none here, float32 matmuls do not round their inputs"
+        elif ratio < 0.9:
+            why = "slower than fp32, as where there are no units for it; larger n skipped"
+        notes += [f"{name}: {why}"] * bool(why)
+        rows.append((name, ratio, *(None if why else product(name, dtype, n)[0] for n in larger)))
     common.set_precision("fp32", device)
-    slow = [row[0] for row in rows if row[1] < 1]
-    note = f"{', '.join(slow)}: no units for it here, so it is emulated; larger n skipped." if slow else ""
     if device.type == "cpu":
-        note += "\ntf32 on a CPU: float32 matmuls whose inputs are rounded to bf16."
+        notes.append("tf32 on a CPU, where there is one: float32 matmuls whose inputs are rounded to bf16")
     head = "|".join(["", *(f"n = {n:,}" for n in sizes)])
-    return Table("speed of matmuls, times that of fp32:", head, "|.2f" * len(sizes), rows, note.strip())
+    return Table("speed of matmuls, times that of fp32:", head, "|.2f" * len(sizes), rows, "\n".join(notes))
 
 
 def scaled_matmul(a, b, f: Format):
@@ -570,15 +599,14 @@ def draw(found: dict, grads: dict):
     figure = Figure(figsize=(14, 5.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     for name, run in found.items():
-        smooth = [statistics.mean(run["losses"][max(0, i - 14) : i + 1]) for i in range(len(run["losses"]))]
-        off = run["failed"] or run["val"] - found["fp32"]["val"] > 0.02
-        label = f"{name}: fails at step {run['failed']}" if run["failed"] else name
-        style = {"lw": 2.5, "marker": "x" if run["failed"] else ""} if off else {"lw": 1, "ls": "--"}
-        left.plot(range(1, len(smooth) + 1), smooth, label=label, **style)
-    left.set(xlabel="step", ylabel="train loss, nats a token, mean of 15 steps")
-    left.set_title("Dashed: as good as fp32. Bold: not")
+        label = f"{name}: not finite at step {run['failed']}" if run["failed"] else name
+        style = {"lw": 2.5, "marker": "x" if run["failed"] else ""} if run["left"] else {"lw": 1, "ls": "--"}
+        left.plot(range(1, len(run["losses"]) + 1), smooth(run["losses"]), label=label, **style)
+    left.set(xlabel="step", ylabel=f"train loss, nats a token, mean of {SMOOTH} steps")
+    left.set_title("Dashed: follows fp32. Bold: leaves it")
     left.legend(frameon=False, fontsize=8)
     for name, g in grads.items():
+        name = f"of {name}"
         right.hist(
             g[g != 0].abs().log2().numpy(), bins=80, range=(-60, 10), density=True, alpha=0.5, label=name
         )
@@ -606,11 +634,11 @@ def main():
     print(common.header(device, "fp32", "where no other is named", threads, args.seed), flush=True)
     train_data, val_data = common.split_corpus(common.read_corpus()[0], T)
 
-    steps, seeds = (20, 2) if args.quick else (STEPS, SEEDS)
+    steps, seeds = (15, 2) if args.quick else (STEPS, SEEDS)
     tables = format_tables()
     planted = (15, (4, 5)) if args.quick else (40, (11, 12, 25))
     scaling = compare_scalers(*planted, train_data, args.seed, device)
-    mistakes = scaler_mistakes(20, train_data, args.seed, device)
+    mistakes = scaler_mistakes(16, train_data, args.seed, device)
     skipped = {r.name: why for r in RECIPES if (why := unavailable(r, device))}
     recipes = [r for r in RECIPES if r.name not in skipped]
     with tqdm(total=steps * (len(recipes) + seeds - 1), desc="training", unit=" steps", leave=False) as bar:
@@ -618,13 +646,17 @@ def main():
         trained = {recipe.name: run(recipe, args.seed) for recipe in recipes}
         spread = [run(RECIPES[0], args.seed + i)[0]["val"] for i in range(1, seeds)]
     found = {name: result for name, (result, *_) in trained.items()}
+    spread = [found["fp32"]["val"], *spread]
+    for run in found.values():
+        margin = FAR * statistics.stdev(spread)
+        run["left"] = run["failed"] or leaves(run["losses"], found["fp32"]["losses"], margin)
     _, model, optimiser = trained["fp32"]
     grads = gradients(model, *batch(train_data, B, T, torch.Generator().manual_seed(VAL_SEED)))
     before = flat(model.parameters())
     optimiser.step()
     tables += [gradient_table(grads), accidents(before, flat(model.parameters()) - before), scaling]
-    recipes = recipe_table(found, [found["fp32"]["val"], *spread], skipped, steps)
-    sizes = (256, 512) if args.quick else (256, 1024, 4096) if device.type == "cuda" else (256, 1024, 2048)
+    recipes = recipe_table(found, spread, skipped, steps)
+    sizes = (256, 512) if args.quick else (256, 1024, 4096 if device.type == "cuda" else 2048)
     last = [recipes, bytes_table(found), speed_table(sizes, device), fp8_table(256, device)]
     common.save_results(args, device, {"runs": found, "scaler": mistakes.splitlines()}, [*tables, *last])
     common.save_figure(args.out / f"{NAME}.png", draw(found, grads))

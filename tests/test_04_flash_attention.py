@@ -156,9 +156,36 @@ def test_16_bit_inputs_are_computed_in_32_bit(dtype):
         assert a.dtype == dtype and (a - b).abs().max() <= 2 * eps * b.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_does_not_reach_into_the_tiles(dtype):
+    inputs = [(4 * x.detach()).to(dtype).requires_grad_() for x in tensors(1, 2, 100, 100, 64, 64)]
+    plain = script.tiled(*inputs[:3], True)
+    grads = torch.autograd.grad(plain, inputs[:3], inputs[3], retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = script.tiled(*inputs[:3], True)
+        others = torch.autograd.grad(inside, inputs[:3], inputs[3])
+    assert all(torch.equal(a, b) for a, b in zip((plain, *grads), (inside, *others), strict=True))
+
+
+@pytest.mark.parametrize(
+    "change", [{"q": torch.float64}, {"v": torch.float16}, dict.fromkeys("qkv", torch.int64)]
+)
+def test_dtypes_that_do_not_match_are_refused(change):
+    q, k, v = (torch.ones(1, 1, 2, 2, dtype=change.get(name, torch.float32)) for name in "qkv")
+    with pytest.raises(ValueError, match="floating dtype"):
+        script.flash_attention(q, k, v)
+
+
 @pytest.mark.parametrize(
     "change",
-    [{"q": (1, 2, 3, 5)}, {"k": (1, 1, 3, 4)}, {"v": (1, 2, 4, 4)}, {"q": (2, 3, 4)}, {"keep": (1, 4)}],
+    [
+        {"q": (1, 2, 3, 5)},
+        {"k": (1, 1, 3, 4)},
+        {"v": (1, 2, 4, 4)},
+        {"q": (2, 3, 4)},
+        dict.fromkeys("qk", (1, 2, 3, 0)),
+        {"keep": (1, 4)},
+    ],
 )
 def test_shapes_that_do_not_match_are_refused(change):
     shapes = {name: (1, 2, 3, 4) for name in "qkv"} | change
@@ -250,7 +277,9 @@ def test_what_does_not_fit_is_left_out_and_said(monkeypatch):
     assert not found and len(missing) == 6
     assert missing[1].startswith("obvious way, forward + backward, n = 8,192: takes 6.5 GB")
     lines = str(script.memory_table((8192,), found, 4, "\n".join(missing))).splitlines()
-    assert lines[2].split()[-8:] == ["-", "4,378.9", "-", "-", "19.1", "-", "-", "-"]
+    assert lines[2].split()[-8:] == ["-", "4,378.9", "-", "-", "22.8", "-", "-", "-"]
+    unread = {(name, mode, 8192): (1.0, None) for name in script.VERSIONS for mode in script.MODES}
+    assert "-" in str(script.memory_table((8192,), unread, 4, "")) and script.draw((8192,), ["tiles"], unread)
     assert "-" in str(script.time_tables((8192,), list(script.VERSIONS), found)[0])
 
 
