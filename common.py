@@ -6,6 +6,7 @@ Importing it trains, reads and prints nothing. Notation: `B` sequences in a batc
 
 import argparse
 import functools
+import gc
 import hashlib
 import io
 import json
@@ -483,6 +484,7 @@ def _rank(worker, rank, world, local_rank, local_world, device, port, args):
     store = port and _store(port)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     result = worker(rank, world, device, *args)
+    gc.collect()  # a cycle, such as DDP's, would keep the group and its threads until the interpreter is gone
     dist.destroy_process_group()  # not after an exception: we would wait for peers that wait for us
     if store and rank == 0:
         store.set("result", pickle.dumps(result))

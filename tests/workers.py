@@ -1,6 +1,8 @@
 """Functions that new processes can import by name. Under torchrun: `workers.py FOLDER`."""
 
+import copy
 import functools
+import gc
 import os
 import sys
 import time
@@ -150,3 +152,61 @@ def averaged(script):
 
 if __name__ == "__main__":
     common.run(lambda: common.launch(all_reduce, 2, torch.device("cpu"), sys.argv[1]))
+
+
+# Cases of 07_zero_memory
+def bytes_to_learn(seed):
+    return torch.randint(0, 256, (4000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def sharded(script, stage, d, L, steps, seed):
+    """([losses, norms, weights apart from one process], bytes at rest, bytes sent, N, padding)."""
+    data, world = bytes_to_learn(seed), dist.get_world_size()
+    torch.manual_seed(seed)
+    model = common.GPT(d, L, T=script.T)
+    alone = copy.deepcopy(model)
+    expected = script.adam_alone(alone, data, steps, world, seed)
+    run = script.train(model, stage, data, steps, seed)
+    zero = run["zero"]
+    padding = [unit.length - unit.numel for unit in zero.units]
+    for unit in zero.units:
+        zero.gather(unit)
+    apart = max(
+        (a - b).abs().max().item() for a, b in zip(model.parameters(), alone.parameters(), strict=True)
+    )
+    errors = [script.furthest(run, expected, what) for what in ("losses", "norms")]
+    return [*errors, apart], run["rest"], run["sent"], run["N"], padding
+
+
+def norm_of_shards(script, values):
+    """The norm of a gradient of which each rank has one number, the others being 0."""
+    zero = script.Zero(common.GPT(4, 1, T=script.T), 2)
+    for unit in zero.units:
+        unit.gradient = torch.zeros(unit.length // zero.world)
+    zero.units[0].gradient[0] = values[zero.rank]
+    return zero.gradient_norm()
+
+
+def through_the_library(script, way, d, seed):
+    script.SMALL = (d, 1)
+    data, world = bytes_to_learn(seed), dist.get_world_size()
+    torch.manual_seed(seed)
+    expected = script.adam_alone(common.GPT(d, 1, T=script.T), data, 3, world, seed)
+    run = script.library_run(way, data, 3, seed, torch.device("cpu"))
+    gradient = (run["gradient"] - expected["gradient"]).abs().max() / expected["gradient"].abs().max()
+    result = (
+        [script.furthest(run, expected, what) for what in ("losses", "norms")],
+        gradient.item(),
+        run["rest"],
+    )
+    gc.collect()
+    return result
+
+
+def averaging(script):
+    """(does reduce-scatter average, and is a sum seen)."""
+    found, scatter = [script.averages(torch.device("cpu"))], script.scatter_into
+    script.scatter_into = lambda out, x, op: scatter(out, x, op=dist.ReduceOp.SUM)
+    found.append(script.averages(torch.device("cpu")))
+    script.scatter_into = scatter
+    return found
