@@ -516,4 +516,5 @@ if __name__ == "__main__":
 
 # Left out: the learning rate of a batch that grows with the ranks; rings of rings; compressed gradients.
 # Exercise: send each bucket through ring_all_reduce in the hook of `distributed`. What must the hook return?
-# Further: keep the two halves of the ring apart, and a rank needs the optimizer's state of one chunk: 07_zero_memory.py.
+# Next: keep the two halves of the ring apart, and a rank needs the optimizer's state of one chunk only:
+# 07_zero_memory.py.

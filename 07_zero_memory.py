@@ -633,8 +633,8 @@ def bill_table(N: float = 70.6e9, s=8192, b=1, d=8192, h=64, L=80, t=8) -> Table
         rows.append((recompute, *cells, states + cells[0], states / t + cells[2]))
     head = f"computed again|GB|tensor parallel {t}|and sequence|with states, 1 GPU|with states, 1 of {t}"
     title = f"activations of a 70B model, s = {s:,}, b = {b}, d = {d:,}, h = {h}, L = {L}:"
-    notes = f"""States: 16 bytes a parameter, {states:,.0f} GB. Nine tenths of what is saved if nothing is done
-again are attention's scores, which FlashAttention makes again. Embeddings, head and logits: left out."""
+    notes = f"""States: 16 bytes a parameter, {states:,.0f} GB. Nine tenths of what is saved if nothing is
+done again are attention's scores, which FlashAttention makes again. Embeddings, head and logits: left out."""
     return Table(title, head, "|,.1f|,.1f|,.1f|,.0f|,.0f", rows, notes)
 
 

@@ -6,7 +6,7 @@ import math
 import hypothesis.strategies as st
 import pytest
 import torch
-from conftest import load_script, run_script
+from conftest import ROOT, load_script, run_script
 from hypothesis import assume, given, settings
 
 import common
