@@ -11,7 +11,7 @@ parallel ranks hold the same; ZeRO lets each hold a share, and gather the rest w
   - the same model through ZeroRedundancyOptimizer and fully_shard (FSDP2): the same losses, their bytes;
   - activations: bytes saved for the backward pass beside the formula, and what checkpointing saves and costs.
 
-    python 07_zero_memory.py                                      four ranks: a minute, 2.5 GB
+    python 07_zero_memory.py                                      four ranks: 20 s on two cores, 2.5 GB
     python 07_zero_memory.py --params 70B --gpus 64 --gpu h100    only the arithmetic, for a model of yours
     python 07_zero_memory.py --quick                              the same in miniature
     torchrun --standalone --nproc-per-node 4 07_zero_memory.py    in torchrun's ranks
@@ -24,6 +24,7 @@ Notation (example)
 
 import argparse
 import math
+import os
 import threading
 import warnings
 from functools import partial
@@ -86,6 +87,7 @@ def fewest_gpus(N: float, stage: int, memory: float) -> int | None:
 def model_size(text: str) -> float:
     """argparse type: 70e9, 70B, or a model of MODELS."""
     named = {name.lower(): N for name, N in MODELS.items()}
+    text = text.strip()
     if text.lower() in named:
         return named[text.lower()]
     scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1.0)
@@ -93,9 +95,11 @@ def model_size(text: str) -> float:
         N = scale * float(text[:-1] if scale > 1 else text)
     except ValueError:
         N = math.nan
-    if not 1 <= N <= 1e18:
+    if not 1e6 <= N <= 1e15:
         known = ", ".join(MODELS)
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no size such as 70e9 or 70B, and none of {known}")
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} is no size from 1M to 1000T such as 70e9 or 70B, and none of {known}"
+        )
     return N
 
 
@@ -106,7 +110,7 @@ def term_table(N: float) -> Table:
     notes = """Not in it: activations, the layer that stage 3 has just gathered, buffers for communication,
 fragments, the CUDA context; and 4 more where gradients are kept in fp32 too."""
     title = f"mixed precision with Adam, {N / 1e9:,.4g}B parameters:"
-    return Table(title, "|bytes a parameter|GB|sharded from stage", "||,.2f|", rows, notes)
+    return Table(title, "|bytes a parameter|GB|sharded from stage", "||,.4g|", rows, notes)
 
 
 def stage_table(N: float, n: int, gpu: str) -> Table:
@@ -121,11 +125,12 @@ def stage_table(N: float, n: int, gpu: str) -> Table:
         rows.append(
             (stage, weights, gradients, sum(optimiser), total, saved, fits, fewest, sent, 2 * N * sent / 1e9)
         )
-    title = f"the same on {n:,} GPUs, {gpu}, {MEMORY[gpu]} GB each:"
+    title = f"the same on {n:,} GPU{'s' * (n > 1)}, {gpu}, {MEMORY[gpu]} GB each:"
     head = "stage|weights, GB|gradients|Adam, master|in all|times less|fits|fewest GPUs|sent, N|sent, GB"
-    notes = """fewest: on which it fits; "-": on none. The 4x and 8x of the source are limits for many GPUs.
+    notes = """fits: with nothing left for activations. fewest: on which it fits; "-": on none.
+The 4x and 8x of the source are limits for many GPUs.
 sent: by each GPU in a step, in 16 bit; (n-1)/n of 2 N, in stage 3 of 3 N."""
-    return Table(title, head, "|,.2f|,.2f|,.2f|,.2f|.2f|||.2f|,.1f", rows, notes)
+    return Table(title, head, "|,.4g|,.4g|,.4g|,.4g|,.4g|||.2f|,.4g", rows, notes)
 
 
 # %% 2. ZeRO by hand
@@ -159,7 +164,8 @@ class Zero:
     """Adam with its state (stage 1), gradients (2) and weights (3) in shards; stage 0 is data parallel.
 
     Master weights and both moments are float32, whatever the model is in. The units are the blocks, and all
-    other parameters together, which the model needs first and last (as FSDP has it).
+    other parameters together, which the model needs first and last (as FSDP has it). All parameters must get
+    a gradient in each backward pass; those of several passes add up until `zero_grad`.
     """
 
     def __init__(self, model: GPT, stage: int):
@@ -179,8 +185,10 @@ class Zero:
                 unit.shard = unit.full[unit.here].clone()
                 unit.free()
                 module.register_forward_pre_hook(partial(self.gather, unit))
-                if module is not model:  # its own unit stays until its gradients are ready
-                    module.register_forward_hook(lambda *_, unit=unit: unit.free())
+                # The unit of the model itself stays until its gradients are ready, if there are to be any.
+                stays = module is model
+                module.register_forward_hook(partial(self.forward_is_done, unit, stays))
+                if not stays:
                     module.register_full_backward_pre_hook(partial(self.gather, unit))
 
     def count(self, collective: str, nbytes: int, passes: int = 1) -> None:
@@ -195,6 +203,10 @@ class Zero:
             gather_into(unit.full, unit.shard)
             self.count("all-gather", unit.nbytes)
             self.note_peak()
+
+    def forward_is_done(self, unit: Unit, stays: bool, *_) -> None:
+        if not (stays and torch.is_grad_enabled()):
+            unit.free()
 
     def gradient_is_ready(self, unit: Unit, _) -> None:
         """Once all of a unit's are: average them over the ranks, and keep what this stage keeps."""
@@ -219,7 +231,7 @@ class Zero:
                 flat[unit.here] = own  # the rest of it is of no use, but stays
             else:
                 flat = own
-        unit.gradient = flat
+        unit.gradient = flat if unit.gradient is None else unit.gradient + flat
         if self.stage == 3:
             unit.free()
         self.note_peak()
@@ -248,6 +260,7 @@ class Zero:
             unit.master -= LEARNING_RATE * m / (v.sqrt() + EPS)
             if self.stage == 3:
                 unit.shard.copy_(unit.master)
+                unit.free()  # what an evaluation may have gathered is out of date
                 continue
             unit.full[unit.mine] = unit.master.to(unit.full.dtype)
             if self.stage > 0:
@@ -362,10 +375,17 @@ def zero_tables(data, steps: int, seed: int, device) -> tuple[list[Table], dict,
         a, b, c = expected
         rest, most = ({name: run[kind][name] / N for name in expected} for kind in ("rest", "peak"))
         formula = {name: expected[name] / N for name in expected}
-        sent = {name: n / 2 / N for name, n in run["sent"].items()}
+        sent = {name: n / N / 2 for name, n in run["sent"].items()}
         ways = ", ".join(f"{name} {n:.2f}" for name, n in sent.items())
         row = [rest[a], formula[a], most[a], rest[b], formula[b], most[b], rest[c], formula[c]]
-        held.append((stage, *row, sum(sent.values()), traffic(world, stage), ways))
+        total = sum(rest.values()), sum(formula.values())
+        # Stage 3 as it is here: the first unit is gathered once, blocks twice, all gradients scattered.
+        once = run["zero"].units[0].length if stage == 3 else N
+        expected_sent = (2 * N if stage < 3 else once + 2 * (N - once) + N) * (world - 1) / world / N
+        if abs(sum(sent.values()) - expected_sent) > 1e-3:
+            raise CheckFailed(f"stage {stage}: {sent} parameters sent, expected {expected_sent}")
+        row += total[0] / total[1], sum(sent.values()), expected_sent, traffic(world, stage), ways
+        held.append((stage, *row))
         exact = train(new_model(), stage, data, steps, seed)
         if rank == 0:
             errors = furthest(exact, alone, "losses"), furthest(exact, alone, "norms")
@@ -374,18 +394,50 @@ def zero_tables(data, steps: int, seed: int, device) -> tuple[list[Table], dict,
                     f"stage {stage}: losses {errors[0]:.1e}, norms {errors[1]:.1e} from one process"
                 )
             same.append((stage, exact["losses"][0], exact["losses"][-1], *errors))
-    head = "stage|weights|formula|peak|gradients|formula|peak|Adam, master|formula|sent, N|formula|of it"
+    head = (
+        "stage|weights|formula|peak|gradients|formula|peak|Adam, master|formula|ratio|sent, N|expected|paper|"
+    )
     title = f"ZeRO by hand, GPT of {SMALL[0]} x {SMALL[1]} in bf16, bytes a parameter on rank 0 of {world}:"
-    notes = """At rest, after a step, to the byte, with the padding. Peaks: stage 3 gathers embeddings and
-head for both passes, so that they are sent once, not twice, and one block at a time; the gradients of a unit
-are there with their flat copy and the shard that stays."""
-    tables = [Table(title, head, "|.3f|.3f|.3f|.3f|.3f|.3f|.3f|.3f|.2f|.2f|", held, notes)]
+    notes = """At rest, after a step, to the byte, with the padding: each rank checks its own.
+Peaks: gradients of a unit with their flat copy and shard; in stage 3 embeddings and head for both passes,
+so they are sent once, where the paper has twice, and a block. Without what a step needs for a moment.
+sent: the volume of a ring's collectives for these calls."""
+    tables = [Table(title, head, "|.3f|.3f|.3f|.3f|.3f|.3f|.3f|.3f|.3f|.2f|.2f|.2f|", held, notes)]
     if rank == 0:
         title = f"the same in float32, {steps} steps, beside one process with the whole batch:"
         note = f"Norms are of the whole gradient, added up over shards, and clipped to {CLIP}."
         head = "stage|first loss|last loss|losses apart by|norms apart by"
         tables.append(Table(title, head, "|.4f|.4f|.1e|.1e", same, note))
     return tables, alone, held
+
+
+def wire_table(device) -> Table | None:
+    """What a rank sends in a collective, by the counter of the loopback device; None where there is none."""
+    counter, world = Path("/sys/class/net/lo/statistics/tx_bytes"), dist.get_world_size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if device.type == "cuda" or world == 1 or local < world or not counter.exists():
+        return None
+    whole = torch.ones(world * 2**18)
+    part, rows = torch.ones(2**18), []
+    calls = {
+        "all-reduce": (partial(dist.all_reduce, whole), 2),
+        "reduce-scatter": (partial(scatter_into, part, whole), 1),
+        "all-gather": (partial(gather_into, whole, part), 1),
+    }
+    for name, (call, passes) in calls.items():
+        call()
+        dist.barrier()
+        before = int(counter.read_text())
+        for _ in range(4):
+            call()
+        dist.barrier()
+        sent = (int(counter.read_text()) - before) / 4 / world / whole.nbytes
+        ring = passes * (world - 1) / world
+        rows.append((name, sent, ring, sent / ring))
+    title = f"what {world} ranks really send, each, in units of the buffer, by the loopback device:"
+    note = "gloo makes a reduce-scatter of an all-reduce, and sends twice what a ring would."
+    note = note if rows[1][3] > 1.5 else ""
+    return Table(title, "|sent|ring|ratio", "|.3f|.3f|.2f", rows, note)
 
 
 # %% 4. The same through the library
@@ -414,7 +466,7 @@ def library_run(way: str, data, steps: int, seed: int, device) -> dict:
     if way == "ZeroRedundancyOptimizer":
         from torch.distributed.optim import ZeroRedundancyOptimizer  # not above: it takes a second
 
-        run = DistributedDataParallel(model)
+        run = DistributedDataParallel(model, gradient_as_bucket_view=True)  # else gradients are there twice
         optimiser = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, **settings)
         state_of, factor = (lambda: optimiser.optim.state), 1
     else:
@@ -430,6 +482,7 @@ def library_run(way: str, data, steps: int, seed: int, device) -> dict:
         optimiser.zero_grad()
         with CommDebugMode() as collectives:
             loss = F.cross_entropy(run(x).flatten(0, 1), y.flatten())
+            whole = bytes_of([p for p in model.parameters() if not hasattr(p, "to_local")])
             loss.backward()
         for p in model.parameters():
             p.grad *= factor
@@ -442,6 +495,7 @@ def library_run(way: str, data, steps: int, seed: int, device) -> dict:
     parameters = list(model.parameters())
     rest = [bytes_of(parameters), bytes_of([p.grad for p in parameters]), bytes_of(moments)]
     rest = [over_ranks(n, dist.ReduceOp.MAX, device) for n in rest]
+    shards = rest[0] if way.startswith("fully_shard") else 0
     gathers = sum(n for name, n in collectives.get_comm_counts().items() if "allgather" in str(name))
     return {
         "losses": losses,
@@ -450,6 +504,7 @@ def library_run(way: str, data, steps: int, seed: int, device) -> dict:
         "factor": factor,
         "gathers": gathers,
         "gradient": gradient,
+        "between": shards + whole,
     }
 
 
@@ -467,17 +522,19 @@ def library_table(alone: dict, data, steps: int, seed: int, device) -> Table:
         if not max(errors) < LOSS_BOUND:
             raise CheckFailed(f"{way}: losses, norms, gradient {errors} from those of one process")
         cells = [x for n, formula in zip(run["rest"], expected, strict=True) for x in (n / N, formula)]
+        cells.insert(2, run["between"] / N)
         rows.append((way, *cells, run["gathers"], *errors))
         told = (
             ""
             if run["factor"] == 1
             else "\nreduce-scatter sums here where it should average: gradients divided."
         )
-    head = "|weights|formula|gradients|formula|Adam|formula|all-gathers|losses apart by|norms|gradient"
+    head = "|weights|formula|after forward|gradients|formula|Adam|formula|all-gathers|losses|norms|gradient"
     notes = """Bytes a parameter at rest on the rank with most, float32, no master weights. The library splits
-by parameters or their rows, not evenly. Weights kept: whole from forward to backward, and gathered once."""
+by parameters or their rows, not evenly. Weights kept: whole from forward to backward, and gathered once.
+losses, norms, gradient: apart from those of one process."""
     title = f"the same model through the library, {steps} steps:"
-    return Table(title, head, "|.3f|.3f|.3f|.3f|.3f|.3f||.1e|.1e|.1e", rows, notes + told)
+    return Table(title, head, "|.3f|.3f|.3f|.3f|.3f|.3f|.3f||.1e|.1e|.1e", rows, notes + told)
 
 
 # %% 5. Activations
@@ -535,7 +592,7 @@ class Saved:
 
 def forward_in(way: str, model: GPT, x, saved: Saved):
     """The model's logits, some of whose blocks are to be computed again on the way back."""
-    every = 2 if "second" in way else 1 if "block" in way else 0
+    every = 3 if "third" in way else 2 if "second" in way else 1 if "block" in way else 0
 
     def again(function, *inputs):
         for tensor in inputs:  # what a checkpoint keeps, it keeps by itself
@@ -587,22 +644,20 @@ def checkpoint_table(s: int, b: int, d: int, L: int, data, seed: int) -> Table:
     around = (
         2 + common.V / d + 2 / d + 4 / d
     )  # last LayerNorm, head, softmax of the logits, tokens in and out
-    kept = {"no checkpoints": L * block, "every block": L, "attention": L * (block - h * s / d)}
-    kept["every second block"] = (L + 1) // 2 + L // 2 * block
+    kept = {"no checkpoints": L * block, "attention": L * (block - h * s / d)}
+    for way, k in {"every second block": 2, "every third block": 3}.items():
+        kept[way] = math.ceil(L / k) + (L - math.ceil(L / k)) * block
     # FLOPs a token, forward. What is computed again ends as soon as all that was saved is there: before the
     # last matmul of a block, 8 d^2, and of attention, 2 s d.
     blocks, head = L * (24 * d * d + 4 * s * d), 2 * common.V * d
     again = L * (16 * d * d + 4 * s * d)
     more = {"no checkpoints": 0, "every block": again, "attention": L * 2 * s * d}
-    more["every second block"] = again * ((L + 1) // 2) / L
-    kept["every block, to its end"], more["every block, to its end"] = L, blocks
-    for way in (
-        "no checkpoints",
-        "attention",
-        "every second block",
-        "every block",
-        "every block, to its end",
-    ):
+    more |= {
+        way: again * math.ceil(L / k) / L for way, k in (("every second block", 2), ("every third block", 3))
+    }
+    kept |= {"every block": L, "every block, to its end": L}
+    more |= {"every block, to its end": blocks}
+    for way in kept:
         saved = Saved(model)
         model.zero_grad()
         with FlopCounterMode(display=False) as counter, set_checkpoint_early_stop("end" not in way):
@@ -612,9 +667,13 @@ def checkpoint_table(s: int, b: int, d: int, L: int, data, seed: int) -> Table:
         gradient, flops = torch.cat([p.grad.flatten() for p in model.parameters()]), counter.get_total_flops()
         if not torch.equal(gradient, first.setdefault("gradient", gradient)):
             raise CheckFailed(f"{way}: the gradient is not what it is without checkpoints")
-        predicted = unit * (kept[way] + around)
-        ratio = flops / first.setdefault("flops", flops)
-        expected = 1 + more[way] / (3 * (blocks + head))
+        ratio, expected = flops / first.setdefault("flops", flops), 1 + more[way] / (3 * (blocks + head))
+        predicted = (
+            round(unit * (kept[way] + around)) + 8 * b + 4
+        )  # a window has s + 1 tokens; a sum of weights
+        if saved.bytes != predicted or abs(ratio - expected) > 1e-9:
+            found = f"{saved.bytes} bytes, FLOPs x {ratio}"
+            raise CheckFailed(f"{way}: {found}; expected {predicted} and {expected}")
         rows.append((way, saved.bytes / 1e6, predicted / 1e6, saved.bytes / predicted, ratio, expected))
     title = f"checkpoints, {L} blocks, float32, s = {s}, b = {b}, d = {d}:"
     notes = """Gradients are the same, bit for bit. Going back, one block more is alive at a time. A
@@ -630,11 +689,15 @@ def bill_table(N: float = 70.6e9, s=8192, b=1, d=8192, h=64, L=80, t=8) -> Table
     for recompute in ("nothing", "attention", "all"):
         size = partial(activation_bytes, s, b, d, h, recompute)
         cells = [L * x / 1e9 for x in (size(), size(t), size(t, True))]
-        rows.append((recompute, *cells, states + cells[0], states / t + cells[2]))
-    head = f"computed again|GB|tensor parallel {t}|and sequence|with states, 1 GPU|with states, 1 of {t}"
+        # While a layer is done again, all of it is there.
+        again = [activation_bytes(s, b, d, h, "nothing", *how) - size(*how) for how in ((), (t, True))]
+        cells += [states + cells[0] + again[0] / 1e9, states / t + cells[2] + again[1] / 1e9]
+        rows.append((recompute, *cells))
+    head = f"computed again|GB|tensor parallel {t}|and sequence|all, 1 GPU|all, 1 of {t}"
     title = f"activations of a 70B model, s = {s:,}, b = {b}, d = {d:,}, h = {h}, L = {L}:"
-    notes = f"""States: 16 bytes a parameter, {states:,.0f} GB. Nine tenths of what is saved if nothing is
-done again are attention's scores, which FlashAttention makes again. Embeddings, head and logits: left out."""
+    notes = f"""all: with 16 bytes a parameter, {states:,.0f} GB, and the layer that is just done again.
+Nine tenths of what is saved if nothing is are attention's scores, which FlashAttention makes again.
+The layer is the formula's; Llama's has other shapes. Embeddings, head and logits are left out."""
     return Table(title, head, "|,.1f|,.1f|,.1f|,.0f|,.0f", rows, notes)
 
 
@@ -649,12 +712,13 @@ def worker(rank, world, device, seed: int, quick: bool) -> tuple[list[Table], li
     steps = 4 if quick else STEPS
     with tqdm(total=3, leave=False, disable=rank > 0) as bar:
         tables, alone, held = zero_tables(data, steps, seed, device)
+        tables += [table] if (table := wire_table(device)) else []
         bar.update()
         tables.append(library_table(alone, data, steps, seed, device))
         bar.update()
         if rank == 0:
             data = data.cpu()
-            tables += [layer_table(64, 4, 64, 4, seed), checkpoint_table(64, 4, 64, 4, data, seed)]
+            tables += [layer_table(64, 4, 64, 4, seed), checkpoint_table(64, 4, 64, 6, data, seed)]
         bar.update()
     return tables, held
 
@@ -675,7 +739,8 @@ def draw(N: float, n: int, gpu: str, held: list):
         bottom = [0.0] * len(STAGES)
         for i, label in enumerate(labels):
             heights = [stack[i] for stack in stacks]
-            axes.bar([str(stage) for stage in STAGES], heights, bottom=bottom, label=label)
+            color = "gray" if label == "Adam, master" else f"C{i}"
+            axes.bar([str(stage) for stage in STAGES], heights, bottom=bottom, label=label, color=color)
             bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
         for stage, total in enumerate(bottom):
             axes.text(stage, total, f"{total:.3g}", ha="center", va="bottom")
@@ -693,7 +758,9 @@ def main():
     parser = common.Parser(__doc__)
     parser.add_argument("--ranks", type=common.positive, default=4, help="processes to start (default: 4)")
     parser.add_argument(
-        "--params", type=model_size, help="parameters: 70e9, 70B or a model's name; arithmetic only"
+        "--params",
+        type=model_size,
+        help=f"70e9, 70B or one of {', '.join(MODELS)}: only the arithmetic for it",
     )
     parser.add_argument("--gpus", type=common.positive, default=64, help="that share them (default: 64)")
     parser.add_argument("--gpu", default="H100", type=str.upper, choices=MEMORY, help="default: H100")
@@ -705,7 +772,7 @@ def main():
     if rank == 0:
         common.writable(args.out)
         threads = max(1, common.usable_cpus() // local)
-        ranks = f" a rank | {world} ranks, {backend} ({reason})"
+        ranks = "" if args.params else f" a rank | {world} ranks, {backend} ({reason})"
         print(common.header(device, "fp32", "where no other is named", threads, args.seed, ranks), flush=True)
     N, held, tables = args.params or 7.5e9, [], []
     if not args.params:

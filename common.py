@@ -313,8 +313,12 @@ class Table:
     notes: str = ""
 
     def records(self) -> list[dict]:
-        """A dictionary a row, numbers unrounded."""
-        return [dict(zip(self.head.split("|"), row, strict=True)) for row in self.rows]
+        """A dictionary a row, numbers unrounded. A head that occurs twice is told by the one before it."""
+        heads, names, last = self.head.split("|"), [], ""
+        for head in heads:
+            last = head if heads.count(head) == 1 else last
+            names.append(head if heads.count(head) == 1 else f"{last}, {head}")
+        return [dict(zip(names, row, strict=True)) for row in self.rows]
 
     def __str__(self):
         formats, lines = self.formats.split("|"), [self.head.split("|")]

@@ -116,7 +116,8 @@ def test_each_stage_is_the_single_process_and_holds_the_formula(ranks, world, d,
     for stage in script.STAGES:
         for errors, rest, sent, N, padding in ranks(world, NAME, "sharded", stage, d, L, 3, seed):
             assert all(error < script.LOSS_BOUND for error in errors[:2]), (stage, errors)
-            assert errors[2] < 1e-4  # of weights: Adam divides small gradients by their rounded size
+            # Weights: Adam makes a whole step of a gradient that is all rounding. Half of one is allowed.
+            assert errors[2] < script.LEARNING_RATE / 2
             s = 4 * N  # bytes of a float32 copy; master weights and moments are three
             weights, gradients = s // (world if stage == 3 else 1), s // (world if stage >= 2 else 1)
             optimiser = 3 * s // (world if stage >= 1 else 1)
@@ -129,6 +130,17 @@ def test_each_stage_is_the_single_process_and_holds_the_formula(ranks, world, d,
                 once = N - blocks  # embeddings and head are gathered once
                 expected = s + 4 * once + 8 * blocks
                 assert sum(sent.values()) == pytest.approx(expected * (world - 1) / world)
+
+
+@pytest.mark.parametrize("stage", script.STAGES)
+def test_gradients_of_several_passes_add_up(ranks, stage):
+    for twice, once in ranks(2, NAME, "accumulated_by_zero", stage):
+        assert twice == pytest.approx(2 * once, rel=1e-6) and once > 0
+
+
+def test_an_evaluation_between_backward_and_step_changes_nothing(ranks):
+    for plain, evaluated, rest, rest_after in ranks(3, NAME, "evaluated_by_zero"):
+        assert plain == evaluated and rest == rest_after
 
 
 def test_norms_3_and_4_make_5(ranks):
@@ -173,13 +185,14 @@ def test_a_layer_saves_what_the_formula_says(s, b, d, h):
 
 
 @few
-@given(st.integers(8, 40), st.integers(1, 3), st.sampled_from((8, 16)), st.integers(1, 5))
+@given(st.integers(8, 40), st.integers(2, 3), st.sampled_from((8, 16)), st.integers(1, 5))
 def test_checkpoints_save_as_predicted_and_change_no_gradient(s, b, d, L):
     assume(s * b > 8)
     data = torch.randint(0, 256, (1000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     for row in script.checkpoint_table(s, b, d, L, data, 0).records():  # raises if a gradient differs
         assert row["ratio"] == pytest.approx(1, abs=0.02)
-        assert row["FLOPs"] == pytest.approx(list(row.values())[-1], rel=1e-6)
+        assert row["FLOPs"] == pytest.approx(row["FLOPs, predicted"], rel=1e-9)
+        assert row["saved, MB"] == row["saved, MB, predicted"] > 0
 
 
 def test_the_bill_of_70B():
@@ -213,7 +226,10 @@ def test_the_recorded_run_shows_what_the_claims_say():
         assert sum(row[name] for name in ("weights", "gradients", "Adam, master")) == pytest.approx(
             sum(script.bytes_per_gpu(1, 4, row["stage"]).values())
         )
-        assert row["sent, N"] <= traffic
+        assert row["sent, N"] == pytest.approx(
+            row["sent, N, expected"] if "sent, N, expected" in row else row["expected"]
+        )
+        assert row["sent, N"] <= traffic == row["paper"] and row["ratio"] == 1
     same = next(
         results[key] for key in results if key.startswith("the same in float32") and "notes" not in key
     )

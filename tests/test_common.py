@@ -328,6 +328,15 @@ def test_headers_and_requirements_agree():
         assert all(version(pins[name]) >= version(floor) for name, floor in floors.items())
 
 
+def test_no_column_is_lost_when_heads_repeat():
+    table = common.Table("", "n|a|ratio|b|ratio", "||||", [(1, 2, 3, 4, 5)])
+    assert table.records() == [{"n": 1, "a": 2, "a, ratio": 3, "b": 4, "b, ratio": 5}]
+    for script in ROOT.glob("[0-9][0-9]_*.py"):
+        for heads in re.findall(r'head = "([^"]*[|][^"]+)"', script.read_text()):
+            names = common.Table("", heads, "|" * heads.count("|"), [tuple(heads.split("|"))]).records()[0]
+            assert len(names) == heads.count("|") + 1, heads
+
+
 def test_every_script_has_its_results_and_its_row():
     readme, claims = (ROOT / "README.md").read_text(), (ROOT / "CLAIMS.md").read_text()
     for script in ROOT.glob("[0-9][0-9]_*.py"):

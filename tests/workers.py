@@ -178,6 +178,41 @@ def sharded(script, stage, d, L, steps, seed):
     return [*errors, apart], run["rest"], run["sent"], run["N"], padding
 
 
+def accumulated_by_zero(script, stage):
+    """(norm after two backward passes, after one) over the same batch."""
+    norms, data = [], bytes_to_learn(0)
+    for passes in (2, 1):
+        torch.manual_seed(0)
+        model = common.GPT(12, 1, T=script.T)
+        zero = script.Zero(model, stage)
+        for _ in range(passes):
+            model.loss(*script.own_share(data, torch.Generator().manual_seed(0))).backward()
+        norms.append(zero.gradient_norm())
+    return norms
+
+
+def evaluated_by_zero(script):
+    """Losses in stage 3 without and with evaluations between backward and step, and bytes held at the end."""
+    losses, held = [], []
+    for evaluate in (False, True):
+        torch.manual_seed(0)
+        model, generator = common.GPT(12, 2, T=script.T), torch.Generator().manual_seed(0)
+        zero = script.Zero(model, 3)
+        losses.append([])
+        for _ in range(3):
+            x, y = script.own_share(bytes_to_learn(0), generator)
+            zero.zero_grad()
+            loss = model.loss(x, y)
+            loss.backward()
+            if evaluate:
+                with torch.no_grad():
+                    model.loss(x, y)
+            zero.step()
+            losses[-1].append(loss.item())
+        held.append(zero.held())
+    return *losses, *held
+
+
 def norm_of_shards(script, values):
     """The norm of a gradient of which each rank has one number, the others being 0."""
     zero = script.Zero(common.GPT(4, 1, T=script.T), 2)
