@@ -395,7 +395,7 @@ def zero_tables(data, steps: int, seed: int, device) -> tuple[list[Table], dict,
                 )
             same.append((stage, exact["losses"][0], exact["losses"][-1], *errors))
     head = (
-        "stage|weights|formula|peak|gradients|formula|peak|Adam, master|formula|ratio|sent, N|expected|paper|"
+        "stage|weights|formula|peak|gradients|formula|peak|Adam, master|formula|ratio|sent, N|expected|paper|by"
     )
     title = f"ZeRO by hand, GPT of {SMALL[0]} x {SMALL[1]} in bf16, bytes a parameter on rank 0 of {world}:"
     notes = """At rest, after a step, to the byte, with the padding: each rank checks its own.
