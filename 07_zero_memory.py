@@ -394,10 +394,8 @@ def zero_tables(data, steps: int, seed: int, device) -> tuple[list[Table], dict,
                     f"stage {stage}: losses {errors[0]:.1e}, norms {errors[1]:.1e} from one process"
                 )
             same.append((stage, exact["losses"][0], exact["losses"][-1], *errors))
-    head = (
-        "stage|weights|formula|peak|gradients|formula|peak|Adam, master|formula|ratio|sent, N|expected|paper|by"
-    )
-    title = f"ZeRO by hand, GPT of {SMALL[0]} x {SMALL[1]} in bf16, bytes a parameter on rank 0 of {world}:"
+    head = "stage|weights|formula|peak|gradients|formula|peak|Adam, master|formula|ratio|sent, N|due|paper|by"
+    title = f"ZeRO by hand, GPT of {SMALL[0]} x {SMALL[1]} in bf16, bytes a parameter, rank 0 of {world}:"
     notes = """At rest, after a step, to the byte, with the padding: each rank checks its own.
 Peaks: gradients of a unit with their flat copy and shard; in stage 3 embeddings and head for both passes,
 so they are sent once, where the paper has twice, and a block. Without what a step needs for a moment.

@@ -226,9 +226,7 @@ def test_the_recorded_run_shows_what_the_claims_say():
         assert sum(row[name] for name in ("weights", "gradients", "Adam, master")) == pytest.approx(
             sum(script.bytes_per_gpu(1, 4, row["stage"]).values())
         )
-        assert row["sent, N"] == pytest.approx(
-            row["sent, N, expected"] if "sent, N, expected" in row else row["expected"]
-        )
+        assert row["sent, N"] == pytest.approx(row["due"])
         assert row["sent, N"] <= traffic == row["paper"] and row["ratio"] == 1
     same = next(
         results[key] for key in results if key.startswith("the same in float32") and "notes" not in key
