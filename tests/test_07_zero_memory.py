@@ -7,13 +7,13 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from conftest import ROOT, load_script, run_script
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 
 import common
 
 NAME = "07_zero_memory"
 script = load_script(NAME)
-few = settings(max_examples=6)
+few = settings(max_examples=4)
 
 
 # The arithmetic
@@ -148,7 +148,7 @@ def test_norms_3_and_4_make_5(ranks):
     assert ranks(4, NAME, "norm_of_shards", [1.0, -1.0, 1.0, 1.0]) == [2, 2, 2, 2]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [3])
 @pytest.mark.parametrize("way", ["ZeroRedundancyOptimizer", "fully_shard", "fully_shard, weights kept"])
 def test_the_library_gives_the_same(ranks, way, world):
     N = sum(p.numel() for p in common.GPT(20, 1, T=script.T).parameters())
@@ -179,6 +179,7 @@ def test_activations_by_hand():
 
 @few
 @given(st.integers(2, 40), st.integers(1, 4), st.sampled_from((8, 16, 40)), st.sampled_from((1, 2, 4)))
+@example(3, 1, 40, 2)
 def test_a_layer_saves_what_the_formula_says(s, b, d, h):
     table = script.layer_table(s, b, d, h, 0)  # raises if a byte is missing
     assert table.rows[0][4] == pytest.approx(34 + 5 * h * s / d)
