@@ -252,8 +252,10 @@ class Zero:
         norm = self.gradient_norm()
         for unit in self.units:
             g = self.own_gradient(unit) * min(1.0, CLIP / (norm + 1e-6))
+            squares = g * g
+            self.note_peak(g.nbytes + squares.nbytes)
             unit.momentum.lerp_(g, 1 - BETAS[0])
-            unit.variance.lerp_(g * g, 1 - BETAS[1])
+            unit.variance.lerp_(squares, 1 - BETAS[1])
             m, v = (
                 x / (1 - b**self.steps) for x, b in zip((unit.momentum, unit.variance), BETAS, strict=True)
             )
@@ -397,8 +399,9 @@ def zero_tables(data, steps: int, seed: int, device) -> tuple[list[Table], dict,
     head = "stage|weights|formula|peak|gradients|formula|peak|Adam, master|formula|ratio|sent, N|due|paper|by"
     title = f"ZeRO by hand, GPT of {SMALL[0]} x {SMALL[1]} in bf16, bytes a parameter, rank 0 of {world}:"
     notes = """At rest, after a step, to the byte, with the padding: each rank checks its own.
-Peaks: gradients of a unit with their flat copy and shard; in stage 3 embeddings and head for both passes,
-so they are sent once, where the paper has twice, and a block. Without what a step needs for a moment.
+Peaks: gradients of a unit with their flat copy and shard, or in a step in float32, and their squares; in
+stage 3 embeddings and head for both passes, so they are sent once, where the paper has twice, and a block.
+Adam makes two corrected moments of a unit for a moment, which are not counted.
 sent: the volume of a ring's collectives for these calls."""
     tables = [Table(title, head, "|.3f|.3f|.3f|.3f|.3f|.3f|.3f|.3f|.3f|.2f|.2f|.2f|", held, notes)]
     if rank == 0:
